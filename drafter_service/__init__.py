@@ -1,0 +1,1 @@
+"""The drafter: rides ahead of the target and streams proposals."""

@@ -1,0 +1,1 @@
+"""What drafter and verifier share: model, paged KV cache, scheduling, serving."""

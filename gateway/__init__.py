@@ -1,0 +1,1 @@
+"""The gateway: one Generate call for clients, sequences, routing, fallback, text."""

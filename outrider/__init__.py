@@ -1,0 +1,1 @@
+"""What a user of Outrider imports and runs."""

@@ -1,0 +1,1 @@
+"""The verifier: the target model's forward pass and the verdict on every proposal."""
