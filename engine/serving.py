@@ -1,0 +1,188 @@
+"""The life of a service process: bind, load, serve, drain, stop. The same for gateway, verifier and drafter.
+
+Imports no torch: the gateway uses it too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, Protocol
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from engine.errors import UnavailableError
+from engine.interceptor import ErrorInterceptor
+from engine.settings import ServiceSettings
+
+logger = logging.getLogger(__name__)
+
+# Both ends of every connection of ours ping at this interval, which is what keeps a silent peer from looking alive.
+KEEPALIVE_MS = 30_000
+
+
+class Phase(Enum):
+    """Where a service is in its life."""
+
+    LOADING = auto()
+    SERVING = auto()
+    DRAINING = auto()
+
+
+class Component(Protocol):
+    """What a service brings to its server. All methods run on the event loop."""
+
+    async def start(self) -> None:
+        """Load and warm up; the service reports SERVING when this returns."""
+
+    async def drain(self) -> None:
+        """Take nothing new and return when the accepted work is done."""
+
+    async def stop(self) -> None:
+        """Free everything, finished or not."""
+
+
+@dataclass(frozen=True)
+class Registration:
+    """One gRPC service: its full name and the call that adds its servicer to a server."""
+
+    full_name: str
+    add_to_server: Callable[[Any], None]
+
+
+class Server:
+    """A grpc.aio server with health, reflection, error mapping and an orderly end.
+
+    Health is NOT_SERVING until the component has started and again from the moment of draining.
+    """
+
+    def __init__(self, settings: ServiceSettings, component: Component, registrations: Sequence[Registration]) -> None:
+        self._settings = settings
+        self._component = component
+        self._phase = Phase.LOADING
+        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # defined only where grpc.aio is
+        self._names = [registration.full_name for registration in registrations]
+        self._server = grpc.aio.server(
+            interceptors=[ErrorInterceptor(self._gate)],
+            options=channel_options(settings.max_message_bytes, server=True),
+        )
+        for registration in registrations:
+            registration.add_to_server(self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
+        reflection.enable_server_reflection([*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
+        self.address = ""
+
+    async def start(self) -> None:
+        """Bind, then start the component. Raises OSError when the address is taken."""
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        host = self._settings.listen.rpartition(":")[0]
+        try:
+            port = self._server.add_insecure_port(self._settings.listen)
+        except RuntimeError as error:
+            raise OSError(f"listen: cannot bind {self._settings.listen}") from error
+        self.address = f"{host}:{port}"
+        await self._server.start()
+        logger.info("listening on %s, loading", self.address)
+        await self._component.start()
+        self._phase = Phase.SERVING
+        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        logger.info("serving on %s", self.address)
+
+    async def stop(self) -> None:
+        """Report NOT_SERVING, drain for at most `drain_seconds`, then stop."""
+        self._phase = Phase.DRAINING
+        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        logger.info("draining")
+        try:
+            await asyncio.wait_for(self._component.drain(), self._settings.drain_seconds)
+        except TimeoutError:
+            logger.warning("still busy after %.0f s of draining; ending what runs", self._settings.drain_seconds)
+        await self._component.stop()
+        await self._server.stop(grace=1.0)
+        logger.info("stopped")
+
+    def _gate(self) -> None:
+        # While draining, each component decides for itself: what runs goes on, what is new is refused.
+        if self._phase is Phase.LOADING:
+            raise UnavailableError("the service is still loading", retry_delay_seconds=1.0)
+
+    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus.ValueType) -> None:
+        for name in ("", *self._names):
+            await self._health.set(name, status)
+
+
+def channel_options(max_message_bytes: int, *, server: bool = False) -> list[tuple[str, int]]:
+    """gRPC options for either end of our connections."""
+    options = [
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+    ]
+    if server:
+        # Without SO_REUSEPORT a second service on the same port fails at once instead of sharing its traffic.
+        options += [("grpc.so_reuseport", 0), ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2)]
+    else:
+        # A peer that returns is found again quickly; gRPC's own default backs off for up to two minutes.
+        options += [("grpc.initial_reconnect_backoff_ms", 200), ("grpc.max_reconnect_backoff_ms", 2_000)]
+    return options
+
+
+def set_up_logging(level: str, service: str) -> None:
+    """Log lines for a person, on stderr."""
+    logging.basicConfig(
+        level=level,
+        stream=sys.stderr,
+        format=f"%(asctime)s %(levelname).1s {service} %(name)s: %(message)s",
+        force=True,
+    )
+
+
+def run(make_server: Callable[[], Server]) -> int:
+    """Run a service until SIGTERM or SIGINT; the process's exit status. A second signal ends it at once."""
+    return asyncio.run(_run(make_server))
+
+
+async def _run(make_server: Callable[[], Server]) -> int:
+    server = make_server()
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            # The operator asked twice: leave without draining.
+            sys.stderr.flush()
+            signal.raise_signal(signal.SIGKILL)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal)
+    starting = asyncio.create_task(server.start())
+    stopping = asyncio.create_task(stop.wait())
+    await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+    if stop.is_set() and not starting.done():
+        # A signal during loading: there is nothing to drain.
+        starting.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await starting
+        return 0
+    try:
+        await starting
+    except Exception as error:
+        logger.error("cannot start: %s", error)
+        logger.debug("cannot start", exc_info=True)
+        stopping.cancel()
+        return 1
+    await stopping
+    await server.stop()
+    return 0

@@ -1,0 +1,127 @@
+"""Typed settings of a service: by flag, environment or file, in that order; what nobody knows is refused.
+
+Imports no torch: the gateway uses it too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Self
+
+from pydantic import BeforeValidator, Field, ValidationError
+from pydantic_settings import (
+    BaseSettings,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+    TomlConfigSettingsSource,
+)
+
+SERVICES = ("GATEWAY", "VERIFIER", "DRAFTER")
+
+
+def _split(value: Any) -> Any:
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    return value
+
+
+# Written `a:1,b:2` in flags and environment, as an array in a file.
+AddressList = Annotated[tuple[str, ...], NoDecode, BeforeValidator(_split)]
+
+
+class BadSettingsError(Exception):
+    """The settings do not parse; the message names each key and is for the operator."""
+
+
+class ServiceSettings(BaseSettings):
+    """What every service can be told. A subclass sets `env_prefix` and adds its own fields."""
+
+    model_config = SettingsConfigDict(
+        frozen=True,
+        extra="forbid",
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_avoid_json=True,
+        protected_namespaces=(),
+        nested_model_default_partial_update=False,
+    )
+
+    config: Path | None = Field(
+        default=None,
+        description="TOML file with these settings, keys as in the environment but lower case and without prefix",
+    )
+    listen: str = Field(default="127.0.0.1:0", description="host:port to serve gRPC on; port 0 takes a free one")
+    max_message_bytes: int = Field(
+        default=64 << 20, ge=1 << 16, description="largest gRPC message in either direction, bytes"
+    )
+    drain_seconds: float = Field(
+        default=30.0, ge=0, description="how long running sequences may go on after SIGTERM, seconds"
+    )
+    log_level: str = Field(
+        default="INFO", pattern="^(DEBUG|INFO|WARNING|ERROR)$", description="least severe log line that is written"
+    )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
+
+    @classmethod
+    def load(cls, arguments: Sequence[str], *, program: str, environment: Mapping[str, str] | None = None) -> Self:
+        """Settings from command-line `arguments`, then OUTRIDER_* variables, then the file that `--config` names.
+
+        Raises BadSettingsError naming every key that is unknown or has a bad value; an unknown flag, or `--help`, ends
+        the program as argparse does.
+        """
+        environment = os.environ if environment is None else environment
+        prefix = cls.model_config["env_prefix"]
+        refuse_unknown_variables(cls, environment)
+        early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+        early.add_argument("--config", default=environment.get(f"{prefix}CONFIG"))
+        path = early.parse_known_args(list(arguments))[0].config
+        if path is not None and not Path(path).is_file():
+            raise BadSettingsError(f"config: no file at {path}")
+        # A subclass, as the file belongs to this call and not to the class.
+        bound = type(
+            cls.__name__,
+            (cls,),
+            {"model_config": SettingsConfigDict(toml_file=path), "__doc__": cls.__doc__, "__module__": cls.__module__},
+        )
+        try:
+            settings = bound(_cli_parse_args=list(arguments), _cli_prog_name=program)
+        except ValidationError as error:
+            lines = [
+                f"{'.'.join(str(part) for part in item['loc']) or 'settings'}: {item['msg']}" for item in error.errors()
+            ]
+            raise BadSettingsError("; ".join(lines)) from error
+        except (SettingsError, ValueError) as error:
+            raise BadSettingsError(str(error)) from error
+        assert isinstance(settings, cls)
+        return settings
+
+
+def refuse_unknown_variables(cls: type[ServiceSettings], environment: Mapping[str, str]) -> None:
+    """Raise BadSettingsError for an OUTRIDER_* variable that no service has, or that this one does not know.
+
+    Variables of the other services are theirs to check: one environment may configure all three.
+    """
+    prefix = cls.model_config["env_prefix"]
+    known = {f"{prefix}{name.upper()}" for name in cls.model_fields}
+    for name in sorted(environment):
+        if not name.startswith("OUTRIDER_"):
+            continue
+        is_ours = name.startswith(prefix)
+        is_anothers = any(name.startswith(f"OUTRIDER_{service}_") for service in SERVICES) and not is_ours
+        if not is_anothers and name not in known:
+            raise BadSettingsError(f"{name}: unknown environment variable")
