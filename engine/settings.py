@@ -9,9 +9,9 @@ import argparse
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -109,6 +109,30 @@ class ServiceSettings(BaseSettings):
             raise BadSettingsError(str(error)) from error
         assert isinstance(settings, cls)
         return settings
+
+
+class ModelSettings(ServiceSettings):
+    """What a service with a model can be told about it."""
+
+    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="number format of the weights; auto is float32 on a CPU and bfloat16 on a GPU"
+    )
+    block_size: int = Field(default=16, ge=16, description="tokens in a KV-cache block, a power of two")
+    num_blocks: int | None = Field(default=None, ge=1, description="KV-cache blocks; unset sizes the cache from memory")
+    memory_fraction: float = Field(
+        default=0.9, gt=0, le=1, description="share of the GPU memory left after loading that the KV cache takes"
+    )
+    cpu_cache_bytes: int = Field(default=256 << 20, ge=1 << 20, description="size of the KV cache on a CPU, bytes")
+    max_num_batched_tokens: int = Field(default=2048, ge=64, description="most tokens computed in one forward pass")
+    num_threads: int = Field(default=0, ge=0, description="CPU threads of the model; 0 takes PyTorch's default")
+
+    @field_validator("block_size")
+    @classmethod
+    def _check_block_size(cls, value: int) -> int:
+        if value & (value - 1):
+            raise ValueError(f"must be a power of two, is {value}")
+        return value
 
 
 def refuse_unknown_variables(cls: type[ServiceSettings], environment: Mapping[str, str]) -> None:

@@ -1,0 +1,44 @@
+"""`python -m drafter_service`: run one drafter."""
+
+from __future__ import annotations
+
+import sys
+
+from drafter_service.factory import make_drafter
+from drafter_service.service import DrafterService
+from drafter_service.settings import DrafterSettings
+from engine.serving import Registration, Server, run, set_up_logging
+from engine.settings import BadSettingsError
+from engine.telemetry import Telemetry
+from outrider.v1 import drafter_pb2, drafter_pb2_grpc
+
+
+def make_server(settings: DrafterSettings, telemetry: Telemetry) -> Server:
+    """The whole service, not yet started. Raises BadSettingsError for what only shows when the drafter is made."""
+    service = DrafterService(
+        make_drafter(settings),
+        max_sequences=settings.max_sequences,
+        target_revision=settings.target_revision,
+        telemetry=telemetry,
+    )
+    name = drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"].full_name
+    registration = Registration(
+        name, lambda server: drafter_pb2_grpc.add_DrafterServiceServicer_to_server(service, server)
+    )
+    return Server(settings, service, [registration])
+
+
+def main(arguments: list[str]) -> int:
+    """Run until told to stop; the process's exit status."""
+    try:
+        settings = DrafterSettings.load(arguments, program="python -m drafter_service")
+        set_up_logging(settings.log_level, "drafter")
+        telemetry = Telemetry.from_environment("drafter")
+        return run(lambda: make_server(settings, telemetry))
+    except (BadSettingsError, ValueError) as error:
+        print(f"drafter: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

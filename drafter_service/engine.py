@@ -1,0 +1,245 @@
+"""The drafter's engine: takes in frames of all verifiers, drafts for what wants a draft, answers with frames."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from drafter_service.drafter import Draft, Drafter, NoDraft
+from drafter_service.sequence import DraftSequence
+from engine.errors import InvalidArgumentError
+from engine.sampling_parameters import SamplingParameters
+from engine.wire import pack_candidates, pack_tokens, unpack_tokens
+from kernels.limits import MAX_DRAFT_TOKENS
+from outrider.v1 import common_pb2, drafter_pb2
+
+logger = logging.getLogger(__name__)
+
+# A device that fails this often in a row is taken for dead: the process ends, to be started anew.
+MAX_FAILURES_IN_A_ROW = 3
+
+
+@dataclass(frozen=True)
+class FrameArrived:
+    """A verifier's frame."""
+
+    session_id: int
+    frame: drafter_pb2.DraftRequest
+
+
+@dataclass(frozen=True)
+class SessionClosed:
+    """A verifier's stream ended."""
+
+    session_id: int
+
+
+@dataclass(frozen=True)
+class DraftRecord:
+    """What a trace tells of one draft; times in nanoseconds since the epoch."""
+
+    traceparent: str
+    start_ns: int
+    end_ns: int
+    position: int
+    num_draft_tokens: int
+
+
+@dataclass(frozen=True)
+class SessionOutput:
+    """One frame for one verifier."""
+
+    session_id: int
+    frame: drafter_pb2.DraftResponse
+    records: Sequence[DraftRecord]
+
+
+@dataclass
+class _Session:
+    sequences: dict[int, DraftSequence] = field(default_factory=dict)
+    refusals: list[drafter_pb2.NoProposal] = field(default_factory=list)
+
+
+class DrafterEngine:
+    """Runs on the thread that owns the drafter."""
+
+    def __init__(self, drafter: Drafter, *, max_sequences: int) -> None:
+        self._drafter = drafter
+        self._max_sequences = max_sequences
+        self._sessions: dict[int, _Session] = {}
+        self._num_failures = 0
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences open, of all sessions."""
+        # Read from the event loop as well: a list is made first, as the engine's thread may add a session meanwhile.
+        return sum(len(session.sequences) for session in list(self._sessions.values()))
+
+    def load(self) -> None:
+        """Load the drafter."""
+        self._drafter.load()
+
+    def handle(self, event: FrameArrived | SessionClosed) -> None:
+        """Take in a frame, or the end of a stream."""
+        if isinstance(event, SessionClosed):
+            session = self._sessions.pop(event.session_id, None)
+            for sequence in session.sequences.values() if session else ():
+                self._drafter.release(sequence)
+            return
+        session = self._sessions.setdefault(event.session_id, _Session())
+        for close in event.frame.closes:
+            self._forget(session, close.sequence_id)
+        for opening in event.frame.opens:
+            self._open(session, opening)
+        for verdict in event.frame.verdicts:
+            self._commit(session, verdict)
+
+    def step(self, emit: Callable[[SessionOutput], None]) -> float | None:
+        """Draft once for everything that wants a draft; sleep when nothing does."""
+        start_ns = time.time_ns()
+        wanting = [
+            sequence
+            for session in self._sessions.values()
+            for sequence in session.sequences.values()
+            if sequence.wants_draft
+        ]
+        answers = self._draft(wanting) if wanting else ()
+        end_ns = time.time_ns()
+        by_sequence = {id(answer.sequence): answer for answer in answers}
+        for session_id, session in self._sessions.items():
+            frame = drafter_pb2.DraftResponse(no_proposals=session.refusals, step_seconds=(end_ns - start_ns) * 1e-9)
+            session.refusals = []
+            records = []
+            for sequence in list(session.sequences.values()):
+                match by_sequence.get(id(sequence)):
+                    case Draft() as draft:
+                        frame.proposals.append(self._propose(draft))
+                        records.append(
+                            DraftRecord(sequence.traceparent, start_ns, end_ns, sequence.length, len(draft.token_ids))
+                        )
+                    case NoDraft() as none:
+                        frame.no_proposals.append(self._refuse(session, none))
+            # An empty frame tells a verifier that its prompt is being worked on, and that the drafter is alive.
+            is_working = any(sequence.wants_draft for sequence in session.sequences.values())
+            if frame.proposals or frame.no_proposals or is_working:
+                emit(SessionOutput(session_id, frame, records))
+        return 0.0 if any(sequence.wants_draft for sequence in wanting) else None
+
+    def _draft(self, wanting: Sequence[DraftSequence]) -> Sequence[Draft | NoDraft]:
+        try:
+            answers = self._drafter.draft(wanting)
+        except Exception as error:
+            self._num_failures += 1
+            if self._num_failures >= MAX_FAILURES_IN_A_ROW:
+                raise
+            logger.exception("drafting failed for %d sequences", len(wanting))
+            reason = drafter_pb2.NO_PROPOSAL_REASON_INTERNAL
+            return [NoDraft(sequence, reason, f"the drafter failed: {type(error).__name__}") for sequence in wanting]
+        self._num_failures = 0
+        return answers
+
+    def _propose(self, draft: Draft) -> drafter_pb2.Proposal:
+        sequence = draft.sequence
+        proposal = drafter_pb2.Proposal(
+            sequence_id=sequence.sequence_id,
+            epoch=sequence.epoch,
+            position=sequence.length,
+            token_ids=pack_tokens(draft.token_ids),
+        )
+        if draft.candidate_ids is not None and draft.candidate_weights is not None:
+            proposal.candidate_ids, proposal.candidate_weights = pack_candidates(
+                draft.candidate_ids, draft.candidate_weights
+            )
+        sequence.proposed = list(draft.token_ids)
+        sequence.wants_draft = False
+        return proposal
+
+    def _refuse(self, session: _Session, answer: NoDraft) -> drafter_pb2.NoProposal:
+        sequence = answer.sequence
+        if answer.reason == drafter_pb2.NO_PROPOSAL_REASON_NO_MATCH:
+            # The next verdict brings new tokens, and with them perhaps a match.
+            sequence.wants_draft = False
+        else:
+            self._forget(session, sequence.sequence_id)
+        return drafter_pb2.NoProposal(
+            sequence_id=sequence.sequence_id, reason=answer.reason, position=sequence.length, detail=answer.detail
+        )
+
+    def _open(self, session: _Session, opening: drafter_pb2.OpenSequence) -> None:
+        if opening.sequence_id in session.sequences:
+            self._drop(session, opening.sequence_id, InvalidArgumentError("open.sequence_id", "is open already"))
+            return
+        if self.num_sequences >= self._max_sequences:
+            session.refusals.append(
+                drafter_pb2.NoProposal(
+                    sequence_id=opening.sequence_id,
+                    reason=drafter_pb2.NO_PROPOSAL_REASON_OVERLOADED,
+                    detail=f"the drafter holds {self._max_sequences} sequences, its limit",
+                )
+            )
+            return
+        try:
+            session.sequences[opening.sequence_id] = self._parse(opening)
+        except InvalidArgumentError as error:
+            self._drop(session, opening.sequence_id, error)
+
+    def _parse(self, opening: drafter_pb2.OpenSequence) -> DraftSequence:
+        if not 1 <= opening.max_draft_tokens <= MAX_DRAFT_TOKENS:
+            raise InvalidArgumentError("open.max_draft_tokens", f"must be from 1 to {MAX_DRAFT_TOKENS}")
+        token_ids = self._tokens("open.token_ids", opening.token_ids)
+        if not 1 <= opening.num_prompt_tokens <= len(token_ids):
+            raise InvalidArgumentError("open.num_prompt_tokens", f"must be from 1 to {len(token_ids)}")
+        sampling = SamplingParameters.from_message(
+            opening.sampling, vocabulary_size=self._drafter.vocabulary_size, prefix="open.sampling"
+        )
+        return DraftSequence(
+            sequence_id=opening.sequence_id,
+            token_ids=token_ids,
+            num_prompt_tokens=opening.num_prompt_tokens,
+            sampling=sampling,
+            max_draft_tokens=opening.max_draft_tokens,
+            wants_candidates=not sampling.is_greedy and opening.verification != common_pb2.VERIFICATION_GREEDY,
+            traceparent=opening.traceparent,
+        )
+
+    def _commit(self, session: _Session, verdict: drafter_pb2.Verdict) -> None:
+        sequence = session.sequences.get(verdict.sequence_id)
+        if sequence is None:
+            session.refusals.append(
+                drafter_pb2.NoProposal(
+                    sequence_id=verdict.sequence_id, reason=drafter_pb2.NO_PROPOSAL_REASON_UNKNOWN_SEQUENCE
+                )
+            )
+            return
+        try:
+            token_ids = self._tokens("verdict.token_ids", verdict.token_ids)
+            sequence.commit(token_ids, verdict.num_committed, verdict.epoch)
+        except InvalidArgumentError as error:
+            self._drop(session, verdict.sequence_id, error)
+
+    def _tokens(self, field_name: str, data: bytes) -> list[int]:
+        try:
+            token_ids = unpack_tokens(data)
+        except ValueError as error:
+            raise InvalidArgumentError(field_name, str(error)) from error
+        limit = self._drafter.vocabulary_size
+        if not token_ids:
+            raise InvalidArgumentError(field_name, "is empty")
+        if limit and max(token_ids) >= limit:
+            raise InvalidArgumentError(field_name, f"{max(token_ids)} is not below the vocabulary size {limit}")
+        return token_ids
+
+    def _drop(self, session: _Session, sequence_id: int, error: InvalidArgumentError) -> None:
+        self._forget(session, sequence_id)
+        session.refusals.append(
+            drafter_pb2.NoProposal(
+                sequence_id=sequence_id, reason=drafter_pb2.NO_PROPOSAL_REASON_BAD_MESSAGE, detail=error.message
+            )
+        )
+
+    def _forget(self, session: _Session, sequence_id: int) -> None:
+        sequence = session.sequences.pop(sequence_id, None)
+        if sequence is not None:
+            self._drafter.release(sequence)

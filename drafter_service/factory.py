@@ -1,0 +1,31 @@
+"""Makes the drafter that the settings ask for."""
+
+from __future__ import annotations
+
+from drafter_service.drafter import Drafter
+from drafter_service.ngram_drafter import NgramDrafter
+from drafter_service.scripted_drafter import ScriptedDrafter, load_script
+from drafter_service.settings import DrafterSettings
+from engine.fingerprint import model_revision, tokenizer_fingerprint
+
+
+def make_drafter(settings: DrafterSettings) -> Drafter:
+    """The drafter, not yet loaded. Raises ValueError for a script that cannot be used."""
+    if settings.kind == "ngram":
+        return NgramDrafter(min_ngram=settings.min_ngram, max_ngram=settings.max_ngram)
+    if settings.kind == "scripted":
+        return ScriptedDrafter(load_script(settings.script))
+    # Torch is loaded only where there is a model: the other drafters start in a moment.
+    from drafter_service.model_drafter import ModelDrafter
+    from engine.device import make_runner
+
+    path = settings.model
+    assert path is not None
+    return ModelDrafter(
+        lambda: make_runner(settings, path),
+        name=path.name,
+        revision=model_revision(path),
+        tokenizer_fingerprint=tokenizer_fingerprint(path),
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        num_candidates=settings.num_candidates,
+    )

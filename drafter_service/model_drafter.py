@@ -1,0 +1,237 @@
+"""Drafts with a draft model: catch up with the target, then K forward passes, for all sequences at once."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from drafter_service.drafter import Draft, NoDraft
+from drafter_service.sequence import DraftSequence
+from engine.batch import SequenceSlice
+from engine.block_manager import BlockManager
+from engine.model_runner import ModelRunner
+from engine.sampling_tensors import SamplingTensors, new_history, penalized
+from kernels.draft_sample import draft_sample
+from kernels.penalties import Penalties
+from kernels.shape_logits import apply_penalties
+from outrider.v1 import drafter_pb2
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Planned:
+    sequence: DraftSequence
+    num_new: int  # tokens to compute in the first forward pass
+    num_draft_tokens: int  # 0 while the prompt is not finished
+
+
+class ModelDrafter:
+    """A draft model over a paged KV cache of its own.
+
+    Sequences that do not want a draft keep their cache until somebody else needs the blocks; what was evicted is
+    computed again when it is wanted, so a full cache costs time and never a sequence.
+    """
+
+    kind = "model"
+
+    def __init__(
+        self,
+        make_runner: Callable[[], ModelRunner],
+        *,
+        name: str,
+        revision: str,
+        tokenizer_fingerprint: str,
+        max_num_batched_tokens: int,
+        num_candidates: int,
+    ) -> None:
+        self._make_runner = make_runner
+        self.name = name
+        self.revision = revision
+        self.tokenizer_fingerprint = tokenizer_fingerprint
+        self.vocabulary_size = 0
+        self.max_length = 0
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self._num_candidates = num_candidates
+        # Least recently drafted first: the order of eviction.
+        self._holding: OrderedDict[DraftSequence, None] = OrderedDict()
+
+    def load(self) -> None:
+        """Load the model, size the cache and warm up."""
+        self._runner = self._make_runner()
+        self._blocks = BlockManager(self._runner.num_blocks, self._runner.block_size)
+        self.vocabulary_size = self._runner.vocab_size
+        self.max_length = min(self._runner.max_length, self._runner.num_blocks * self._runner.block_size)
+        self._runner.warm_up()
+
+    @property
+    def num_kv_blocks(self) -> int:
+        """KV-cache blocks in all."""
+        return self._blocks.num_blocks
+
+    @property
+    def num_free_kv_blocks(self) -> int:
+        """KV-cache blocks that hold nothing."""
+        return self._blocks.num_free
+
+    def release(self, sequence: DraftSequence) -> None:
+        """Free the sequence's blocks."""
+        self._blocks.free(sequence.block_ids)
+        self._holding.pop(sequence, None)
+        sequence.num_computed = 0
+
+    def draft(self, wanting: Sequence[DraftSequence]) -> Sequence[Draft | NoDraft]:
+        """One round: what is missing of every sequence, prompts in chunks, then up to K tokens for those caught up."""
+        refused = [sequence for sequence in wanting if sequence.length >= self.max_length]
+        answers: list[Draft | NoDraft] = [
+            NoDraft(sequence, drafter_pb2.NO_PROPOSAL_REASON_MAX_LENGTH) for sequence in refused
+        ]
+        planned = self._plan([sequence for sequence in wanting if sequence.length < self.max_length])
+        if planned:
+            answers += self._run(planned)
+        return answers
+
+    def _plan(self, wanting: Sequence[DraftSequence]) -> list[_Planned]:
+        planned: list[_Planned] = []
+        budget = self._max_num_batched_tokens
+        for sequence in wanting:
+            if budget == 0:
+                break
+            missing = sequence.length - sequence.num_computed
+            num_new = min(missing, budget)
+            num_draft_tokens = 0
+            if num_new == missing:
+                num_draft_tokens = min(sequence.max_draft_tokens, self.max_length - sequence.length)
+            # The last draft token's key and value are computed only if it is accepted, by the next catch-up.
+            needed = sequence.num_computed + num_new + max(num_draft_tokens - 1, 0)
+            keep = {id(item.sequence) for item in planned} | {id(sequence)}
+            if not self._make_room(sequence, needed, keep):
+                # Those planned hold what is missing and will be idle after this round.
+                continue
+            planned.append(_Planned(sequence, num_new, num_draft_tokens))
+            self._holding[sequence] = None
+            self._holding.move_to_end(sequence)
+            budget -= num_new
+        return planned
+
+    def _make_room(self, sequence: DraftSequence, num_tokens: int, keep: set[int]) -> bool:
+        while not self._blocks.grow(sequence.block_ids, num_tokens):
+            victim = next((held for held in self._holding if id(held) not in keep), None)
+            if victim is None:
+                return False
+            logger.debug("evicting the cache of sequence %d", victim.sequence_id)
+            self.release(victim)
+        return True
+
+    def _run(self, planned: list[_Planned]) -> list[Draft | NoDraft]:
+        slices = [
+            SequenceSlice(
+                token_ids=item.sequence.token_ids[item.sequence.num_computed :][: item.num_new],
+                start=item.sequence.num_computed,
+                block_ids=item.sequence.block_ids,
+                num_logit_rows=1 if item.num_draft_tokens else 0,
+            )
+            for item in planned
+        ]
+        logits = self._runner.execute(slices)
+        for item in planned:
+            item.sequence.num_computed += item.num_new
+        drafting = [item for item in planned if item.num_draft_tokens]
+        rows = {id(item): _Rows() for item in drafting}
+        active = drafting
+        while active:
+            sample = self._sample(logits, active, rows)
+            for item, (token_id, ids, weights) in zip(active, sample, strict=True):
+                rows[id(item)].append(token_id, ids, weights)
+            active = [item for item in active if len(rows[id(item)].token_ids) < item.num_draft_tokens]
+            if active:
+                logits = self._runner.execute([self._next_slice(item, rows[id(item)]) for item in active])
+                for item in active:
+                    item.sequence.num_computed += 1
+        return [rows[id(item)].draft(item.sequence) for item in drafting]
+
+    def _next_slice(self, item: _Planned, rows: _Rows) -> SequenceSlice:
+        return SequenceSlice(
+            token_ids=[rows.token_ids[-1]],
+            start=item.sequence.num_computed,
+            block_ids=item.sequence.block_ids,
+            num_logit_rows=1,
+        )
+
+    def _sample(
+        self,
+        logits: torch.Tensor,  # [len(active), vocab_size]
+        active: list[_Planned],
+        rows: dict[int, _Rows],
+    ) -> list[tuple[int, npt.NDArray[np.int32] | None, npt.NDArray[np.int32] | None]]:
+        drafted = [rows[id(item)].token_ids for item in active]
+        tensors = SamplingTensors.build(
+            [item.sequence.sampling for item in active],
+            positions=[item.sequence.length + len(tokens) for item, tokens in zip(active, drafted, strict=True)],
+            vocabulary_size=self.vocabulary_size,
+            device=self._runner.device,
+        )
+        sample = draft_sample(
+            _penalize(logits, active, drafted),
+            tensors.temperature,
+            tensors.seeds,
+            tensors.positions,
+            top_k=tensors.top_k,
+            top_p=tensors.top_p,
+            min_p=tensors.min_p,
+            num_candidates=self._num_candidates,
+        )
+        token_ids = sample.token_ids.tolist()
+        candidate_ids = sample.candidate_ids.cpu().numpy()
+        candidate_weights = sample.candidate_weights.cpu().numpy()
+        return [
+            (token_id, candidate_ids[row], candidate_weights[row])
+            if item.sequence.wants_candidates
+            else (token_id, None, None)
+            for row, (item, token_id) in enumerate(zip(active, token_ids, strict=True))
+        ]
+
+
+def _penalize(
+    logits: torch.Tensor,  # [len(active), vocab_size]
+    active: Sequence[_Planned],
+    drafted: Sequence[Sequence[int]],
+) -> torch.Tensor:  # [len(active), vocab_size]
+    """Shape q as the target will shape p, so that more is accepted; exact it need not be."""
+    sequences = []
+    for index, (item, tokens) in enumerate(zip(active, drafted, strict=True)):
+        sequence = item.sequence
+        history = new_history(sequence.sampling, [*sequence.token_ids, *tokens], sequence.num_prompt_tokens)
+        if history is not None:
+            sequences.append(penalized(index, sequence.sampling, history))
+    no_drafts = np.zeros(len(active) + 1, dtype=np.int32)
+    penalties = Penalties.build(sequences, no_drafts, no_drafts[:0], logits.device)
+    if penalties is None:
+        return logits
+    return apply_penalties(logits, penalties, torch.empty(0, dtype=torch.int32, device=logits.device)).dense(slice(None))
+
+
+class _Rows:
+    """The draft of one sequence while it grows."""
+
+    def __init__(self) -> None:
+        self.token_ids: list[int] = []
+        self._candidate_ids: list[npt.NDArray[np.int32]] = []
+        self._candidate_weights: list[npt.NDArray[np.int32]] = []
+
+    def append(self, token_id: int, ids: npt.NDArray[np.int32] | None, weights: npt.NDArray[np.int32] | None) -> None:
+        self.token_ids.append(token_id)
+        if ids is not None and weights is not None:
+            self._candidate_ids.append(ids)
+            self._candidate_weights.append(weights)
+
+    def draft(self, sequence: DraftSequence) -> Draft:
+        if not self._candidate_ids:
+            return Draft(sequence, self.token_ids)
+        return Draft(sequence, self.token_ids, np.stack(self._candidate_ids), np.stack(self._candidate_weights))

@@ -1,0 +1,98 @@
+"""Proposals that a file or a callable gives: for tests, for replaying a known answer, and for drafters of one's own."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from drafter_service.drafter import Draft, NoDraft
+from drafter_service.sequence import DraftSequence
+from outrider.v1 import drafter_pb2
+
+# Given the committed token ids and the most tokens to propose, the draft tokens; none is an answer too.
+Script = Callable[[Sequence[int], int], Sequence[int]]
+
+
+class ScriptedDrafter:
+    """Proposes what its script says, each token as certain."""
+
+    kind = "scripted"
+    name = "scripted"
+    revision = ""
+    vocabulary_size = 0
+    max_length = 0
+    tokenizer_fingerprint = ""
+    num_kv_blocks = 0
+    num_free_kv_blocks = 0
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+
+    def load(self) -> None:
+        """Nothing to load."""
+
+    def draft(self, wanting: Sequence[DraftSequence]) -> Sequence[Draft | NoDraft]:
+        """One answer for each sequence. A script that raises costs its sequence the drafter and nothing else."""
+        return [self._draft_one(sequence) for sequence in wanting]
+
+    def release(self, sequence: DraftSequence) -> None:
+        """Nothing is held."""
+
+    def _draft_one(self, sequence: DraftSequence) -> Draft | NoDraft:
+        try:
+            found = list(self._script(tuple(sequence.token_ids), sequence.max_draft_tokens))
+        except Exception as error:
+            return NoDraft(sequence, drafter_pb2.NO_PROPOSAL_REASON_INTERNAL, f"the script raised {error!r}")
+        if not found:
+            return NoDraft(sequence, drafter_pb2.NO_PROPOSAL_REASON_NO_MATCH)
+        return Draft(sequence, found[: sequence.max_draft_tokens])
+
+
+def load_script(source: str) -> Script:
+    """The script that `source` names: `module:function`, or a JSON file {"sequences": [[token ids], ...]}.
+
+    A file's script proposes what stands behind the committed tokens in the first sequence that begins with them. Raises
+    ValueError when there is no such function or file, or the file holds something else.
+    """
+    module_name, separator, name = source.partition(":")
+    if separator and not Path(source).exists():
+        try:
+            function = getattr(importlib.import_module(module_name), name)
+        except (ImportError, AttributeError) as error:
+            raise ValueError(f"script: cannot import {source!r}: {error}") from error
+        if not callable(function):
+            raise ValueError(f"script: {source!r} is not callable")
+        script: Script = function
+        return script
+    return _Replay(_read(Path(source)))
+
+
+def _read(path: Path) -> list[list[int]]:
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"script: cannot read {path}: {error}") from error
+    except json.JSONDecodeError as error:
+        raise ValueError(f"script: {path} is no JSON: {error}") from error
+    sequences = content.get("sequences") if isinstance(content, dict) and len(content) == 1 else None
+    if not isinstance(sequences, list) or not all(
+        isinstance(sequence, list) and all(isinstance(token, int) and token >= 0 for token in sequence)
+        for sequence in sequences
+    ):
+        raise ValueError(f'script: {path} must hold {{"sequences": [[token ids], ...]}} and nothing else')
+    return sequences
+
+
+class _Replay:
+    def __init__(self, sequences: list[list[int]]) -> None:
+        self._sequences = [tuple(sequence) for sequence in sequences]
+
+    def __call__(self, token_ids: Sequence[int], max_draft_tokens: int) -> Sequence[int]:
+        length = len(token_ids)
+        prefix = tuple(token_ids)
+        for sequence in self._sequences:
+            if len(sequence) > length and sequence[:length] == prefix:
+                return sequence[length : length + max_draft_tokens]
+        return ()

@@ -1,0 +1,65 @@
+"""A sequence as the drafter sees it: what the target has committed and what was proposed behind that."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.errors import InvalidArgumentError
+from engine.sampling_parameters import SamplingParameters
+
+
+@dataclass(eq=False)
+class DraftSequence:
+    """One sequence of one verifier.
+
+    `token_ids` are committed; `proposed` are draft tokens that no verdict has reached yet and stand right behind them.
+    `num_computed` tokens of both together have their keys and values in the drafter's cache, in `block_ids`.
+    """
+
+    sequence_id: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling: SamplingParameters
+    max_draft_tokens: int
+    # Whether q must travel with the tokens: not where the verifier only compares with the target's most likely token.
+    wants_candidates: bool
+    traceparent: str = ""
+    epoch: int = 0
+    proposed: list[int] = field(default_factory=list)
+    # Lockstep: true from the opening or a verdict that used up the proposals until the next proposal is made.
+    wants_draft: bool = True
+    num_computed: int = 0
+    block_ids: list[int] = field(default_factory=list)
+
+    @property
+    def length(self) -> int:
+        """Committed tokens: the position of the next one."""
+        return len(self.token_ids)
+
+    def commit(self, token_ids: list[int], num_committed: int, epoch: int) -> None:
+        """Take in a verdict: compare it with the proposals, and end the epoch where they differ.
+
+        Raises InvalidArgumentError when the verdict does not continue what is committed, or is of an epoch that has not
+        begun.
+        """
+        if not token_ids:
+            raise InvalidArgumentError("verdict.token_ids", "is empty")
+        if self.length + len(token_ids) != num_committed:
+            raise InvalidArgumentError(
+                "verdict.num_committed",
+                f"is {num_committed}, but {self.length} tokens are committed and {len(token_ids)} are new",
+            )
+        for token_id in token_ids:
+            if self.proposed:
+                if self.proposed[0] == token_id:
+                    del self.proposed[0]
+                else:
+                    self.epoch += 1
+                    self.proposed.clear()
+                    # Keys and values from here on were computed for tokens that are no part of the sequence.
+                    self.num_computed = min(self.num_computed, self.length)
+            self.token_ids.append(token_id)
+        if epoch > self.epoch:
+            raise InvalidArgumentError("verdict.epoch", f"is {epoch}, but the sequence is in epoch {self.epoch}")
+        # Proposals that the verdict has not reached yet are still good: there is nothing to add to them in lockstep.
+        self.wants_draft = not self.proposed

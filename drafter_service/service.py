@@ -1,0 +1,161 @@
+"""The drafter's gRPC face: parse, hand to the engine, translate back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import signal
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+from opentelemetry.trace import SpanKind
+
+from drafter_service.drafter import Drafter
+from drafter_service.engine import DrafterEngine, FrameArrived, SessionClosed, SessionOutput
+from engine.engine_thread import EngineThread
+from engine.errors import InvalidArgumentError, UnavailableError
+from engine.handshake import check_compatible
+from engine.telemetry import Telemetry, context_of
+from engine.wire import PROTOCOL_VERSION
+from kernels.random import RANDOM_SCHEME
+from outrider.v1 import common_pb2, drafter_pb2, drafter_pb2_grpc
+
+logger = logging.getLogger(__name__)
+
+
+class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
+    """Servicer and component in one: its streams are all that it has to start and to drain."""
+
+    def __init__(self, drafter: Drafter, *, max_sequences: int, target_revision: str, telemetry: Telemetry) -> None:
+        self._drafter = drafter
+        self._max_sequences = max_sequences
+        self._target_revision = target_revision
+        self._telemetry = telemetry
+        self._engine = DrafterEngine(drafter, max_sequences=max_sequences)
+        self._thread: EngineThread[FrameArrived | SessionClosed, SessionOutput] = EngineThread(
+            self._engine, self._deliver, _on_engine_failure, "drafter-engine"
+        )
+        self._session_ids = itertools.count(1)
+        self._outboxes: dict[int, asyncio.Queue[drafter_pb2.DraftResponse | None]] = {}
+        self._is_draining = False
+
+    async def start(self) -> None:
+        """Load and warm up."""
+        await self._thread.start()
+
+    async def drain(self) -> None:
+        """Refuse new streams and let the verifiers' sequences end; they would lose their drafter otherwise."""
+        self._is_draining = True
+        # The count changes on the engine's thread, which knows nothing of this loop's events.
+        while self._engine.num_sequences:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+    async def stop(self) -> None:
+        """End all streams and the engine."""
+        for outbox in self._outboxes.values():
+            outbox.put_nowait(None)
+        await self._thread.stop()
+        self._telemetry.shutdown()
+
+    async def GetInfo(
+        self, request: drafter_pb2.DrafterServiceGetInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> drafter_pb2.DrafterServiceGetInfoResponse:
+        """The handshake, and how busy the drafter is."""
+        return drafter_pb2.DrafterServiceGetInfoResponse(
+            identity=self._identity(),
+            kind=self._drafter.kind,
+            num_sequences=self._engine.num_sequences,
+            max_sequences=self._max_sequences,
+            num_kv_blocks=self._drafter.num_kv_blocks,
+            num_free_kv_blocks=self._drafter.num_free_kv_blocks,
+        )
+
+    async def Draft(
+        self, request_iterator: AsyncIterator[drafter_pb2.DraftRequest], context: grpc.aio.ServicerContext[Any, Any]
+    ) -> AsyncIterator[drafter_pb2.DraftResponse]:
+        """One verifier's stream."""
+        if self._is_draining:
+            raise UnavailableError("the drafter is draining", retry_delay_seconds=1.0)
+        requests = aiter(request_iterator)
+        first = await anext(requests, None)
+        if first is None:
+            return
+        if not first.HasField("identity"):
+            raise InvalidArgumentError("identity", "must be set in the first frame of a stream")
+        check_compatible(first.identity, self._identity())
+        session_id = next(self._session_ids)
+        outbox: asyncio.Queue[drafter_pb2.DraftResponse | None] = asyncio.Queue()
+        self._outboxes[session_id] = outbox
+        self._thread.post(FrameArrived(session_id, first))
+        reader = asyncio.create_task(self._read(session_id, requests, outbox))
+        try:
+            while (frame := await outbox.get()) is not None:
+                yield frame
+            if reader.done():
+                # Raises what ended the reading: a frame that did not parse ends the stream with its status.
+                reader.result()
+        finally:
+            reader.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await reader
+            del self._outboxes[session_id]
+            self._thread.post(SessionClosed(session_id))
+
+    async def _read(
+        self,
+        session_id: int,
+        requests: AsyncIterator[drafter_pb2.DraftRequest],
+        outbox: asyncio.Queue[drafter_pb2.DraftResponse | None],
+    ) -> None:
+        try:
+            async for frame in requests:
+                self._thread.post(FrameArrived(session_id, frame))
+        finally:
+            outbox.put_nowait(None)
+
+    def _deliver(self, output: SessionOutput) -> None:
+        outbox = self._outboxes.get(output.session_id)
+        if outbox is not None:
+            outbox.put_nowait(output.frame)
+        if self._telemetry.is_enabled:
+            self._trace(output)
+
+    def _trace(self, output: SessionOutput) -> None:
+        for record in output.records:
+            parent = context_of(record.traceparent)
+            if parent is None:
+                continue
+            span = self._telemetry.tracer.start_span(
+                f"draft {self._drafter.name}",
+                context=parent,
+                kind=SpanKind.INTERNAL,
+                start_time=record.start_ns,
+                attributes={
+                    "outrider.position": record.position,
+                    "outrider.num_draft_tokens": record.num_draft_tokens,
+                    "outrider.drafter.kind": self._drafter.kind,
+                },
+            )
+            span.end(record.end_ns)
+
+    def _identity(self) -> common_pb2.ModelIdentity:
+        return common_pb2.ModelIdentity(
+            protocol_version=PROTOCOL_VERSION,
+            name=self._drafter.name,
+            revision=self._drafter.revision,
+            tokenizer_fingerprint=self._drafter.tokenizer_fingerprint,
+            vocabulary_size=self._drafter.vocabulary_size,
+            max_length=self._drafter.max_length,
+            random_scheme=RANDOM_SCHEME,
+            target_revision=self._target_revision,
+        )
+
+
+def _on_engine_failure(error: BaseException) -> None:
+    # The engine is gone for good: leave, so that whoever runs the process starts it anew.
+    logger.critical("leaving: the engine failed with %r", error)
+    os.kill(os.getpid(), signal.SIGTERM)

@@ -1,0 +1,43 @@
+"""Settings of the drafter service."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+from pydantic_settings import SettingsConfigDict
+
+from engine.settings import ModelSettings
+
+
+class DrafterSettings(ModelSettings):
+    """Run a drafter: a service that rides ahead of the target model and streams proposals to verifiers."""
+
+    model_config = SettingsConfigDict(env_prefix="OUTRIDER_DRAFTER_")
+
+    listen: str = Field(default="127.0.0.1:50053", description="host:port to serve gRPC on; port 0 takes a free one")
+    kind: Literal["model", "ngram", "scripted"] = Field(
+        default="model", description="what drafts: a draft model, prompt lookup, or a script"
+    )
+    model: Path | None = Field(default=None, description="directory of the draft model, for kind=model")
+    target_revision: str = Field(
+        default="", description="the only target revision to draft for; empty drafts for any that fits"
+    )
+    script: str = Field(default="", description="for kind=scripted: module:function or a JSON file of token sequences")
+    min_ngram: int = Field(default=2, ge=1, description="for kind=ngram: shortest run of tokens to look up")
+    max_ngram: int = Field(default=4, ge=1, description="for kind=ngram: longest run of tokens to look up")
+    max_sequences: int = Field(default=256, ge=1, description="most sequences open at once, of all verifiers")
+    num_candidates: int = Field(
+        default=64, ge=1, le=1024, description="candidates kept of the draft model's distribution, m"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.kind == "model" and self.model is None:
+            raise ValueError("model must name a directory when kind is 'model'")
+        if self.kind == "scripted" and not self.script:
+            raise ValueError("script must be set when kind is 'scripted'")
+        if self.min_ngram > self.max_ngram:
+            raise ValueError(f"min_ngram ({self.min_ngram}) must not be above max_ngram ({self.max_ngram})")
+        return self

@@ -1,0 +1,48 @@
+"""Who holds which block of the paged KV cache."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+class BlockManager:
+    """Hands out the blocks of one KV cache. Not thread-safe: it belongs to the thread that owns the model."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        # Taken from the end, so that a freed block, still warm in a cache, is the next one used.
+        self._free = list(range(num_blocks - 1, -1, -1))
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody holds."""
+        return len(self._free)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that `num_tokens` tokens fill, the last one perhaps in part."""
+        return -(-num_tokens // self.block_size)
+
+    def grow(self, block_ids: list[int], num_tokens: int) -> bool:
+        """Extend `block_ids` in place to cover `num_tokens`; False, and nothing changed, if too few are free."""
+        missing = self.blocks_for(num_tokens) - len(block_ids)
+        if missing > len(self._free):
+            return False
+        for _ in range(missing):
+            block_ids.append(self._free.pop())
+        return True
+
+    def shrink(self, block_ids: list[int], num_tokens: int) -> None:
+        """Give back the blocks of `block_ids`, in place, that `num_tokens` tokens do not need."""
+        keep = self.blocks_for(num_tokens)
+        self._free.extend(reversed(block_ids[keep:]))
+        del block_ids[keep:]
+
+    def free(self, block_ids: list[int]) -> None:
+        """Give back all of `block_ids`, emptying it."""
+        self.shrink(block_ids, 0)
+
+    def check(self, held: Iterable[Iterable[int]]) -> None:
+        """Raise AssertionError unless the free blocks and the `held` ones are all blocks, each once."""
+        everything = sorted([*self._free, *(block for blocks in held for block in blocks)])
+        assert everything == list(range(self.num_blocks)), "a KV block was lost or is held twice"

@@ -1,0 +1,121 @@
+"""The one thread that owns a model, and the queues between it and the event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+logger = logging.getLogger(__name__)
+
+Event = TypeVar("Event")
+Output = TypeVar("Output")
+EventIn = TypeVar("EventIn", contravariant=True)
+OutputOut = TypeVar("OutputOut", covariant=True)
+
+
+class Engine(Protocol[EventIn, OutputOut]):
+    """What the thread runs. Every method is called on the engine's thread."""
+
+    def load(self) -> None:
+        """Load and warm up; called once, first."""
+
+    def handle(self, event: EventIn) -> None:
+        """Take in one event from the network."""
+
+    def step(self, emit: Callable[[OutputOut], None]) -> float | None:
+        """Do one step of work, handing what it produces to `emit`.
+
+        Returns how long the thread may sleep when no event comes, seconds: 0 when there is more to do, None for ever.
+        """
+
+
+class EngineThread(Generic[Event, Output]):
+    """Runs an engine: events in from the loop, outputs back to the loop, in order.
+
+    `deliver` is called on the loop for each output. `on_failure` is called on the loop, once, when the engine raises:
+    an engine handles what can be handled, so an exception here is a bug or a dead device, and the process should end.
+    """
+
+    def __init__(
+        self,
+        engine: Engine[Event, Output],
+        deliver: Callable[[Output], None],
+        on_failure: Callable[[BaseException], None],
+        name: str,
+    ) -> None:
+        self._engine = engine
+        self._deliver = deliver
+        self._on_failure = on_failure
+        self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._loaded: asyncio.Future[None] | None = None
+
+    async def start(self) -> None:
+        """Start the thread and return when the engine has loaded. Raises what loading raised."""
+        self._loop = asyncio.get_running_loop()
+        self._loaded = self._loop.create_future()
+        self._thread.start()
+        await self._loaded
+
+    def post(self, event: Event) -> None:
+        """Queue an event for the engine, from any thread."""
+        self._inbox.put(event)
+
+    async def stop(self) -> None:
+        """End the thread after the step in progress."""
+        if self._thread.is_alive():
+            self._inbox.put(None)
+            await asyncio.to_thread(self._thread.join)
+
+    def _run(self) -> None:
+        assert self._loaded is not None
+        try:
+            self._engine.load()
+        except BaseException as error:
+            self._on_loop(_settle, self._loaded, error)
+            return
+        self._on_loop(_settle, self._loaded, None)
+        try:
+            self._work()
+        except BaseException as error:
+            logger.exception("the engine failed")
+            self._on_loop(self._on_failure, error)
+
+    def _work(self) -> None:
+        pause: float | None = 0.0
+        while True:
+            try:
+                event = self._inbox.get_nowait() if pause == 0.0 else self._inbox.get(timeout=pause)
+                while True:
+                    if event is None:
+                        return
+                    self._engine.handle(event)
+                    event = self._inbox.get_nowait()
+            except queue.Empty:
+                pass
+            pause = self._engine.step(self._emit)
+
+    def _emit(self, output: Output) -> None:
+        self._on_loop(self._deliver, output)
+
+    def _on_loop(self, function: Callable[..., None], *arguments: object) -> None:
+        assert self._loop is not None
+        try:
+            self._loop.call_soon_threadsafe(function, *arguments)
+        except RuntimeError:
+            # The loop is closed: the process is ending and nobody is left to tell.
+            logger.debug("dropped an output: the event loop is closed")
+
+
+def _settle(future: asyncio.Future[None], error: BaseException | None) -> None:
+    if future.done():
+        return
+    if error is None:
+        future.set_result(None)
+    else:
+        future.set_exception(error)

@@ -1,0 +1,149 @@
+"""The model runner: packs a step, forwards it over the paged KV cache, returns the logits that were asked for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from engine.attention import CachedAttention
+from engine.batch import Batch, SequenceSlice, build_batch
+from engine.kv_cache import KVCache, bytes_per_block, check_block_size, num_blocks_within
+from engine.model_loader import load_model
+
+_logger = logging.getLogger(__name__)
+
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class ModelRunner:
+    """Owns a model and its KV cache on one device. Not thread-safe: one thread runs all steps.
+
+    The caller owns the blocks: it hands them out, keeps two sequences from sharing one, and truncates a sequence by
+    starting its next slice earlier, which overwrites what was there.
+    """
+
+    def __init__(
+        self,
+        model_path: Path,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        block_size: int = 16,
+        num_blocks: int | None = None,  # None: as many as fit
+        memory_fraction: float = 0.9,  # of what is free on a GPU after loading, for the KV cache; unless num_blocks
+        cpu_cache_bytes: int = 512 << 20,  # for the KV cache on a CPU; unless num_blocks
+        max_num_batched_tokens: int = 2048,
+        max_length: int | None = None,  # None: what the model's config allows
+    ) -> None:
+        """Load the model and allocate its cache.
+
+        Raises ModelLoadError for a model that cannot be served, MemoryError where the cache has no room, ValueError
+        for a setting out of range.
+        """
+        if dtype not in _DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(map(str, _DTYPES))}, not {dtype}")
+        if max_num_batched_tokens < 1:
+            raise ValueError(f"max_num_batched_tokens must be positive, not {max_num_batched_tokens}")
+        check_block_size(block_size)
+        loaded = load_model(model_path, device=device, dtype=dtype, max_length=max_length)
+        if num_blocks is None:
+            budget = _free_bytes(device, memory_fraction) if device.type == "cuda" else cpu_cache_bytes
+            num_blocks = num_blocks_within(budget, loaded.layers, block_size, dtype)
+        self._model = loaded.model
+        self._keeps_chosen_logits = loaded.keeps_chosen_logits
+        self._cache = KVCache(loaded.layers, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device)
+        self.device = device
+        self.dtype = dtype
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.vocab_size = loaded.vocab_size
+        self.eos_token_ids = loaded.eos_token_ids
+        # A sequence that the whole cache cannot hold would wait for blocks for ever.
+        self.max_length = min(loaded.max_length, num_blocks * block_size)
+        if self.max_length < loaded.max_length:
+            _logger.warning(
+                "the KV cache holds %d tokens: no sequence can be longer, though the model allows %d",
+                self.max_length,
+                loaded.max_length,
+            )
+        _logger.info(
+            "KV cache: %d blocks of %d tokens, %d bytes",
+            num_blocks,
+            block_size,
+            num_blocks * bytes_per_block(loaded.layers, block_size, dtype),
+        )
+
+    @torch.inference_mode()
+    def execute(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:  # [sum of num_logit_rows, vocab_size]
+        """Compute the slices' tokens, keep their keys and values, and return the logits asked for.
+
+        The logits are on the device, in the model's dtype, in the order of the slices and their tokens; on a GPU they
+        may still be under way. Raises ValueError, before anything is computed, for slices that break a limit.
+        """
+        self._check_limits(slices)
+        batch = build_batch(slices, block_size=self.block_size, num_blocks=self.num_blocks, device=self.device)
+        return self._forward(batch)
+
+    def warm_up(self) -> None:
+        """Run the shapes that a service meets, so that the first request does not wait for compilers.
+
+        Overwrites the cache: call it before the first sequence.
+        """
+        longest = min(self.max_num_batched_tokens, self.max_length)
+        # Kernels are compiled per power of two of the query length; a CPU compiles nothing and only needs a first run.
+        query_lens = [1, 8] if self.device.type == "cpu" else [1 << power for power in range(longest.bit_length())]
+        block_ids = range(-(-longest // self.block_size))
+        for query_len in sorted({min(query_len, longest) for query_len in (*query_lens, longest)}):
+            if self.device.type == "cpu" and query_len > max(query_lens):
+                continue
+            self.execute([SequenceSlice([0] * query_len, 0, block_ids, 1)])
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def _check_limits(self, slices: Sequence[SequenceSlice]) -> None:
+        num_tokens = sum(len(part.token_ids) for part in slices)
+        if num_tokens > self.max_num_batched_tokens:
+            raise ValueError(
+                f"a step of {num_tokens} tokens exceeds max_num_batched_tokens={self.max_num_batched_tokens}"
+            )
+        for index, part in enumerate(slices):
+            if part.start + len(part.token_ids) > self.max_length:
+                raise ValueError(
+                    f"slice {index} ends at position {part.start + len(part.token_ids) - 1}, and max_length is "
+                    f"{self.max_length}"
+                )
+            # On a GPU an id out of range ends the process's CUDA context, not just this call.
+            if min(part.token_ids, default=0) < 0 or max(part.token_ids, default=0) >= self.vocab_size:
+                raise ValueError(f"slice {index} has a token id outside 0..{self.vocab_size - 1}")
+
+    def _forward(self, batch: Batch) -> torch.Tensor:  # [num_logit_rows, vocab_size]
+        attention = CachedAttention(
+            key_caches=self._cache.keys,
+            value_caches=self._cache.values,
+            slot_mapping=batch.slot_mapping,
+            cu_query_lens=batch.cu_query_lens,
+            context_lens=batch.context_lens,
+            block_tables=batch.block_tables,
+            max_query_len=batch.max_query_len,
+        )
+        chosen = {"logits_to_keep": batch.logit_rows} if self._keeps_chosen_logits else {}
+        logits: torch.Tensor = self._model(
+            input_ids=batch.token_ids.unsqueeze(0),
+            position_ids=batch.positions.unsqueeze(0),
+            use_cache=False,
+            paged=attention,
+            **chosen,
+        ).logits[0]
+        return logits if self._keeps_chosen_logits else logits[batch.logit_rows]
+
+
+def _free_bytes(device: torch.device, fraction: float) -> int:
+    if not 0.0 < fraction <= 1.0:
+        raise ValueError(f"memory_fraction must be above 0 and at most 1, not {fraction}")
+    torch.cuda.empty_cache()  # what loading left in torch's pool counts as taken otherwise
+    free, _ = torch.cuda.mem_get_info(device)
+    return int(free * fraction)

@@ -1,0 +1,58 @@
+"""Token ids and weights as the packed little-endian bytes of the protocol.
+
+Imports no torch: the gateway uses it too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+PROTOCOL_VERSION = 1
+
+_TOKEN = np.dtype("<u4")
+_WEIGHT = np.dtype("<u2")
+
+
+def pack_tokens(token_ids: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
+    """Token ids as little-endian uint32."""
+    return np.asarray(token_ids, dtype=_TOKEN).tobytes()
+
+
+def unpack_tokens(data: bytes) -> list[int]:
+    """The token ids of `pack_tokens`. Raises ValueError when the length is no multiple of 4 bytes."""
+    if len(data) % 4:
+        raise ValueError(f"{len(data)} bytes are no whole number of 4-byte token ids")
+    ids: list[int] = np.frombuffer(data, dtype=_TOKEN).tolist()
+    return ids
+
+
+def pack_candidates(
+    candidate_ids: npt.NDArray[np.integer],  # [num_tokens, m]
+    candidate_weights: npt.NDArray[np.integer],  # [num_tokens, m], rows sum to 65,536 or are all zero
+) -> tuple[bytes, bytes]:
+    """q of a proposal for the wire: (ids, weights).
+
+    A weight of 65,536 does not fit 16 bits; a row that has one is certain, which all zeros say.
+    """
+    weights = np.where(candidate_weights == 1 << 16, 0, candidate_weights)
+    return candidate_ids.astype(_TOKEN).tobytes(), weights.astype(_WEIGHT).tobytes()
+
+
+def unpack_candidates(
+    ids: bytes, weights: bytes, num_tokens: int
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
+    """(candidate ids, candidate weights), both [num_tokens, m], m = 0 when both are empty.
+
+    Raises ValueError when the two lengths do not fit `num_tokens` or each other.
+    """
+    per_token, remainder = divmod(len(weights), 2 * num_tokens)
+    if remainder or len(ids) != 2 * len(weights):
+        raise ValueError(f"{len(ids)} bytes of ids and {len(weights)} of weights do not fit {num_tokens} draft tokens")
+    shape = (num_tokens, per_token)
+    return (
+        np.frombuffer(ids, dtype=_TOKEN).astype(np.int32).reshape(shape),
+        np.frombuffer(weights, dtype=_WEIGHT).astype(np.int32).reshape(shape),
+    )

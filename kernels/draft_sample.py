@@ -1,0 +1,109 @@
+"""Sampling of draft tokens from a distribution that fits on the wire exactly.
+
+The drafter's shaped distribution is cut to its most likely candidates and rounded to integers, and the token is drawn
+from those integers: the verifier's test then knows q without error (`kernels.rejection_sample`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kernels.arguments import check_logits, check_shaping, check_tensor
+from kernels.dispatch import runs_triton
+from kernels.integer_weights import WEIGHT_TOTAL, exponential_weights, sanitized
+from kernels.random import Purpose, keyed_words
+from kernels.shape_logits import logit_thresholds
+
+NUM_CANDIDATES = 64
+"""Candidates of a draft token unless told otherwise."""
+
+
+@dataclass(frozen=True)
+class DraftSample:
+    """One draft token a sequence and the distribution that it was drawn from."""
+
+    token_ids: torch.Tensor  # [batch] int32
+    candidate_ids: torch.Tensor  # [batch, m] int32, most likely first, lower id first among equals
+    candidate_weights: torch.Tensor  # [batch, m] int32, summing to 65,536; all 0: the token was certain
+
+
+def draft_sample(
+    logits: torch.Tensor,  # [batch, vocab_size] float32, bfloat16 or float16
+    temperature: torch.Tensor,  # [batch] float32; 0: greedy
+    seeds: torch.Tensor,  # [batch] int64, the bit pattern of a uint64
+    positions: torch.Tensor,  # [batch] int64: of the token to be drawn
+    *,
+    top_k: torch.Tensor | None = None,  # [batch] int32; 0: off
+    top_p: torch.Tensor | None = None,  # [batch] float32; 1: off
+    min_p: torch.Tensor | None = None,  # [batch] float32; 0: off
+    num_candidates: int = NUM_CANDIDATES,
+) -> DraftSample:
+    """Draw one token a sequence, with DRAFT noise, from the most likely num_candidates tokens.
+
+    The candidates' probabilities are rounded to integers that sum to 65,536 by largest remainders. Slots that the
+    vocabulary cannot fill have id 0 and weight 0. At temperature 0, and where no logit is finite, the token is the most
+    likely candidate and all weights are 0. NaN logits count as impossible; a row with num_candidates or more of them may
+    lose its other tokens. Raises ValueError, naming the argument, when shapes or types do not fit.
+    """
+    check_logits("logits", logits)
+    batch_size, vocab_size = logits.shape
+    check_shaping(batch_size, logits.device, temperature, top_k, top_p, min_p)
+    check_tensor("seeds", seeds, (batch_size,), (torch.int64,), logits.device)
+    check_tensor("positions", positions, (batch_size,), (torch.int64,), logits.device)
+    if num_candidates < 1:
+        raise ValueError(f"num_candidates is {num_candidates}, expected at least 1")
+    thresholds = logit_thresholds(logits, temperature, top_k, top_p, min_p)
+    top = logits.topk(min(num_candidates, vocab_size), dim=1, sorted=False)
+    if runs_triton(logits):
+        from kernels.draft_sample_triton import launch_draft_sample as implementation
+    else:
+        implementation = reference_draft_sample
+    token_ids, candidate_ids, candidate_weights = implementation(
+        top.values, top.indices, thresholds, temperature, seeds, positions, num_candidates
+    )
+    return DraftSample(token_ids, candidate_ids, candidate_weights)
+
+
+def reference_draft_sample(
+    top_logits: torch.Tensor,  # [batch, k] in any order
+    top_ids: torch.Tensor,  # [batch, k] int64
+    thresholds: torch.Tensor | None,  # [batch] float32
+    temperature: torch.Tensor,  # [batch] float32
+    seeds: torch.Tensor,  # [batch] int64
+    positions: torch.Tensor,  # [batch] int64
+    num_candidates: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # [batch] int32, [batch, m] int32, [batch, m] int32
+    """Token ids, candidate ids and candidate weights, as `DraftSample` describes them."""
+    ids, by_id = top_ids.sort(dim=1)
+    values, order = sanitized(top_logits).gather(1, by_id).sort(dim=1, descending=True, stable=True)
+    ids = ids.gather(1, order)
+    maxima = values[:, 0]
+    if thresholds is not None:
+        values = torch.where(values >= thresholds.unsqueeze(1), values, -torch.inf)
+    is_random = (temperature > 0) & (maxima > -torch.inf)
+    weights = exponential_weights(values, maxima, torch.where(temperature > 0, temperature, 1.0)).long()
+    weights = torch.where(is_random.unsqueeze(1), _rounded(weights), 0)
+
+    words = keyed_words(seeds, positions, torch.full_like(positions, Purpose.DRAFT))
+    draws = words[:, :1] >> 16
+    places = (weights.cumsum(dim=1) <= draws).sum(dim=1)
+    token_ids = ids.gather(1, torch.where(is_random, places, 0).unsqueeze(1)).squeeze(1)
+
+    padding = (0, num_candidates - ids.shape[1])
+    pad = torch.nn.functional.pad
+    return token_ids.int(), pad(ids.int(), padding), pad(weights.int(), padding)
+
+
+def _rounded(
+    weights: torch.Tensor,  # [batch, k] int64, at most 2**40
+) -> torch.Tensor:  # [batch, k] int64
+    """Integers in proportion to the weights that sum to WEIGHT_TOTAL: rounded down, and the units that are then missing
+    go to the largest remainders, the first among equals. Integer division leaves the remainders exact."""
+    totals = weights.sum(dim=1, keepdim=True).clamp_min_(1)
+    scaled = weights * WEIGHT_TOTAL
+    floors = scaled // totals
+    order = (scaled - floors * totals).argsort(dim=1, descending=True, stable=True)
+    ranks = torch.empty_like(order).scatter_(1, order, torch.arange(weights.shape[1]).expand_as(order))
+    return floors + (ranks < WEIGHT_TOTAL - floors.sum(dim=1, keepdim=True))

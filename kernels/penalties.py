@@ -1,0 +1,147 @@
+"""Penalties and logit bias: which logits they touch and by how much, as ragged lists of the few tokens concerned."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+IntArray = npt.NDArray[np.integer]
+
+
+class TokenHistory:
+    """The tokens of one sequence as penalties count them; append what is committed and it stays up to date."""
+
+    def __init__(
+        self,
+        prompt_token_ids: Iterable[int],
+        output_token_ids: Iterable[int] = (),
+        logit_bias: Mapping[int, float] | None = None,
+    ) -> None:
+        self._slots: dict[int, int] = {}
+        self._token_ids: list[int] = []
+        self._in_prompt: list[bool] = []
+        self._output_counts: list[int] = []
+        self._biases: list[float] = []
+        for token_id in dict.fromkeys(prompt_token_ids):
+            self._in_prompt[self._slot(int(token_id))] = True
+        for token_id, bias in (logit_bias or {}).items():
+            self._biases[self._slot(int(token_id))] = float(bias)
+        self.append(output_token_ids)
+
+    def append(self, token_ids: Iterable[int]) -> None:
+        """Count committed output tokens."""
+        for token_id in token_ids:
+            self._output_counts[self._slot(int(token_id))] += 1
+
+    def _slot(self, token_id: int) -> int:
+        slot = self._slots.setdefault(token_id, len(self._token_ids))
+        if slot == len(self._token_ids):
+            self._token_ids.append(token_id)
+            self._in_prompt.append(False)
+            self._output_counts.append(0)
+            self._biases.append(0.0)
+        return slot
+
+    def entries(
+        self, draft_token_ids: Iterable[int]
+    ) -> tuple[IntArray, npt.NDArray[np.bool_], IntArray, npt.NDArray[np.float32]]:
+        """Token ids, whether each is in the prompt, its count in the output, its bias; drafted tokens included."""
+        added = [token_id for token_id in dict.fromkeys(map(int, draft_token_ids)) if token_id not in self._slots]
+        nothing = [0] * len(added)
+        return (
+            np.array(self._token_ids + added, dtype=np.int32),
+            np.array(self._in_prompt + nothing, dtype=np.bool_),
+            np.array(self._output_counts + nothing, dtype=np.int32),
+            np.array(self._biases + nothing, dtype=np.float32),
+        )
+
+
+@dataclass(frozen=True)
+class PenalizedSequence:
+    """One sequence of the batch that has penalties or a bias."""
+
+    index: int
+    """Its place in the batch."""
+    history: TokenHistory
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """The penalties of a step, s sequences with n rows and e entries in all; nothing is stored for other sequences.
+
+    An entry is a token of a sequence that is in its prompt, its output, its bias or its draft tokens of this step. A
+    token has one entry a sequence.
+    """
+
+    rows: torch.Tensor  # [n] int64: the rows of the batch's logits that are concerned
+    replacement_rows: torch.Tensor  # [num_rows] int32: place in `rows` of each row of the batch's logits, or -1
+    row_sequences: torch.Tensor  # [n] int32: which of the s sequences
+    row_steps: torch.Tensor  # [n] int32: how many draft tokens of the sequence come before the row
+    draft_starts: torch.Tensor  # [s] int32: place of the sequence's first draft token in the batch's draft tokens
+    cu_entries: torch.Tensor  # [s + 1] int32
+    token_ids: torch.Tensor  # [e] int32
+    in_prompt: torch.Tensor  # [e] bool
+    output_counts: torch.Tensor  # [e] int32: without the draft tokens of this step
+    biases: torch.Tensor  # [e] float32
+    repetition_penalties: torch.Tensor  # [s] float32
+    presence_penalties: torch.Tensor  # [s] float32
+    frequency_penalties: torch.Tensor  # [s] float32
+    max_entries: int  # of one sequence
+
+    @classmethod
+    def build(
+        cls,
+        sequences: Sequence[PenalizedSequence],
+        cu_num_draft_tokens: IntArray,  # [batch + 1]
+        draft_token_ids: IntArray,  # [total_draft]
+        device: torch.device | str = "cpu",
+    ) -> Penalties | None:
+        """Lay out the penalties of one step from host data; None when no sequence has any.
+
+        Raises ValueError when a sequence's index is outside the batch or occurs twice.
+        """
+        if not sequences:
+            return None
+        cu = np.asarray(cu_num_draft_tokens, dtype=np.int64)
+        indices = np.array([sequence.index for sequence in sequences], dtype=np.int64)
+        if len(np.unique(indices)) != len(indices) or indices.min() < 0 or indices.max() >= len(cu) - 1:
+            raise ValueError("sequences: each index must be inside the batch and occur once")
+        starts = cu[indices]
+        num_rows = cu[indices + 1] - starts + 1
+        row_sequences = np.repeat(np.arange(len(indices)), num_rows)
+        row_steps = np.arange(num_rows.sum()) - np.repeat(num_rows.cumsum() - num_rows, num_rows)
+        rows = (starts + indices)[row_sequences] + row_steps
+        replacement_rows = np.full(cu[-1] + len(cu) - 1, -1, dtype=np.int32)
+        replacement_rows[rows] = np.arange(len(rows), dtype=np.int32)
+        entries = [
+            sequence.history.entries(draft_token_ids[cu[sequence.index] : cu[sequence.index + 1]])
+            for sequence in sequences
+        ]
+        num_entries = [len(token_ids) for token_ids, *_ in entries]
+
+        def put(array: npt.ArrayLike, dtype: npt.DTypeLike) -> torch.Tensor:
+            return torch.from_numpy(np.ascontiguousarray(array, dtype=dtype)).to(device, non_blocking=True)
+
+        return cls(
+            rows=put(rows, np.int64),
+            replacement_rows=put(replacement_rows, np.int32),
+            row_sequences=put(row_sequences, np.int32),
+            row_steps=put(row_steps, np.int32),
+            draft_starts=put(starts, np.int32),
+            cu_entries=put(np.cumsum([0, *num_entries]), np.int32),
+            token_ids=put(np.concatenate([entry[0] for entry in entries]), np.int32),
+            in_prompt=put(np.concatenate([entry[1] for entry in entries]), np.bool_),
+            output_counts=put(np.concatenate([entry[2] for entry in entries]), np.int32),
+            biases=put(np.concatenate([entry[3] for entry in entries]), np.float32),
+            repetition_penalties=put([sequence.repetition_penalty for sequence in sequences], np.float32),
+            presence_penalties=put([sequence.presence_penalty for sequence in sequences], np.float32),
+            frequency_penalties=put([sequence.frequency_penalty for sequence in sequences], np.float32),
+            max_entries=max(num_entries),
+        )

@@ -1,0 +1,41 @@
+"""`python -m verifier_service`: run one verifier."""
+
+from __future__ import annotations
+
+import sys
+
+from engine.device import make_runner
+from engine.serving import Registration, Server, run, set_up_logging
+from engine.settings import BadSettingsError
+from engine.telemetry import Telemetry
+from outrider.v1 import verifier_pb2, verifier_pb2_grpc
+from verifier_service.service import VerifierService
+from verifier_service.settings import VerifierSettings
+from verifier_service.target import Target
+
+
+def make_server(settings: VerifierSettings, telemetry: Telemetry) -> Server:
+    """The whole service, not yet started."""
+    target = Target(lambda: make_runner(settings, settings.model))
+    service = VerifierService(settings, target, telemetry)
+    name = verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"].full_name
+    registration = Registration(
+        name, lambda server: verifier_pb2_grpc.add_VerifierServiceServicer_to_server(service, server)
+    )
+    return Server(settings, service, [registration])
+
+
+def main(arguments: list[str]) -> int:
+    """Run until told to stop; the process's exit status."""
+    try:
+        settings = VerifierSettings.load(arguments, program="python -m verifier_service")
+        set_up_logging(settings.log_level, "verifier")
+        telemetry = Telemetry.from_environment("verifier")
+        return run(lambda: make_server(settings, telemetry))
+    except (BadSettingsError, ValueError) as error:
+        print(f"verifier: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

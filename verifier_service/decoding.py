@@ -1,0 +1,93 @@
+"""Turns a gateway's OpenDecoding into a sequence, refusing what cannot be decoded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.errors import InvalidArgumentError
+from engine.sampling_parameters import SamplingParameters
+from engine.sampling_tensors import new_history
+from engine.wire import unpack_tokens
+from kernels.limits import MAX_DRAFT_TOKENS
+from outrider.v1 import common_pb2, verifier_pb2
+from verifier_service.sequence import LinkKey, TargetSequence
+
+MAX_LOGPROBS = 20
+
+
+@dataclass(frozen=True)
+class TargetLimits:
+    """What the target model and the settings allow."""
+
+    vocabulary_size: int
+    max_length: int
+    eos_token_ids: frozenset[int]
+    default_max_draft_tokens: int
+
+
+def parse_opening(
+    message: verifier_pb2.OpenDecoding,
+    *,
+    limits: TargetLimits,
+    session_id: int,
+    link_sequence_id: int,
+    drafter: LinkKey | None,
+    arrived_ns: int,
+) -> TargetSequence:
+    """The sequence that a gateway asks for, before any fallback is noted.
+
+    Raises InvalidArgumentError naming the field.
+    """
+    token_ids = _token_ids(message.token_ids, limits)
+    num_prompt_tokens = message.num_prompt_tokens
+    if not 1 <= num_prompt_tokens <= len(token_ids):
+        raise InvalidArgumentError("num_prompt_tokens", f"must be from 1 to {len(token_ids)}, is {num_prompt_tokens}")
+    length_limit = limits.max_length
+    if message.max_tokens:
+        length_limit = min(length_limit, num_prompt_tokens + message.max_tokens)
+    if len(token_ids) >= length_limit:
+        raise InvalidArgumentError(
+            "token_ids", f"{len(token_ids)} tokens leave nothing to generate below the limit of {length_limit}"
+        )
+    if message.max_draft_tokens > MAX_DRAFT_TOKENS:
+        raise InvalidArgumentError(
+            "max_draft_tokens", f"must be from 1 to {MAX_DRAFT_TOKENS}, is {message.max_draft_tokens}"
+        )
+    if message.HasField("logprobs") and message.logprobs > MAX_LOGPROBS:
+        raise InvalidArgumentError("logprobs", f"must be from 0 to {MAX_LOGPROBS}, is {message.logprobs}")
+    sampling = SamplingParameters.from_message(message.sampling, vocabulary_size=limits.vocabulary_size)
+    if message.verification == common_pb2.VERIFICATION_GREEDY and not sampling.is_greedy:
+        raise InvalidArgumentError("verification", "GREEDY needs temperature 0: above, it would change the output")
+    return TargetSequence(
+        session_id=session_id,
+        sequence_id=message.sequence_id,
+        link_sequence_id=link_sequence_id,
+        token_ids=token_ids,
+        num_prompt_tokens=num_prompt_tokens,
+        sampling=sampling,
+        length_limit=length_limit,
+        eos_token_ids=frozenset() if message.ignore_eos else limits.eos_token_ids,
+        stop_token_ids=frozenset(message.stop_token_ids),
+        num_logprobs=message.logprobs if message.HasField("logprobs") else None,
+        max_draft_tokens=message.max_draft_tokens or limits.default_max_draft_tokens,
+        verification=message.verification,
+        drafter=drafter,
+        traceparent=message.traceparent,
+        request_id=message.request_id,
+        arrived_ns=arrived_ns,
+        history=new_history(sampling, token_ids, num_prompt_tokens),
+    )
+
+
+def _token_ids(data: bytes, limits: TargetLimits) -> list[int]:
+    try:
+        token_ids = unpack_tokens(data)
+    except ValueError as error:
+        raise InvalidArgumentError("token_ids", str(error)) from error
+    if not token_ids:
+        raise InvalidArgumentError("token_ids", "is empty")
+    if max(token_ids) >= limits.vocabulary_size:
+        raise InvalidArgumentError(
+            "token_ids", f"{max(token_ids)} is not below the vocabulary size {limits.vocabulary_size}"
+        )
+    return token_ids

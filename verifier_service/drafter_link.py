@@ -1,0 +1,152 @@
+"""The event loop's side of a link to a drafter: dial, handshake, stream, and again when it breaks."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import AsyncIterator, Callable
+
+import grpc
+
+from engine.errors import FailedPreconditionError
+from engine.handshake import check_compatible
+from engine.serving import channel_options
+from outrider.v1 import common_pb2, drafter_pb2, drafter_pb2_grpc, verifier_pb2
+from verifier_service.events import Event, LinkDown, LinkUp, ProposalsArrived
+from verifier_service.sequence import LinkKey
+
+logger = logging.getLogger(__name__)
+
+FIRST_BACKOFF_SECONDS = 0.2
+MAX_BACKOFF_SECONDS = 2.0
+# What does not fit will not fit a moment later, but a drafter may be replaced by one that does.
+INCOMPATIBLE_BACKOFF_SECONDS = 10.0
+HANDSHAKE_TIMEOUT_SECONDS = 2.0
+
+
+class DrafterLink:
+    """Keeps one stream open to the drafter at `address` for as long as it runs.
+
+    `post` hands events to the engine; `on_change` is called whenever `status` has changed.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        identity: common_pb2.ModelIdentity,
+        *,
+        max_message_bytes: int,
+        post: Callable[[Event], None],
+        on_change: Callable[[DrafterLink], None],
+    ) -> None:
+        self.address = address
+        self.status = verifier_pb2.DrafterStatus(address=address, state=verifier_pb2.DRAFTER_STATE_CONNECTING)
+        self._identity = identity
+        self._max_message_bytes = max_message_bytes
+        self._post = post
+        self._on_change = on_change
+        self._incarnation = 0
+        self._outbox: asyncio.Queue[drafter_pb2.DraftRequest] = asyncio.Queue()
+        self._call: grpc.aio.StreamStreamCall[drafter_pb2.DraftRequest, drafter_pb2.DraftResponse] | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    @property
+    def key(self) -> LinkKey | None:
+        """The connection in use, None while there is none."""
+        is_ready = self.status.state == verifier_pb2.DRAFTER_STATE_READY
+        return LinkKey(self.address, self._incarnation) if is_ready else None
+
+    def start(self) -> None:
+        """Begin dialling."""
+        self._task = asyncio.create_task(self._run(), name=f"drafter-link {self.address}")
+
+    async def stop(self) -> None:
+        """Close the stream and stop dialling."""
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+
+    def send(self, key: LinkKey, frame: drafter_pb2.DraftRequest) -> None:
+        """Send a frame, unless the connection that it was meant for is gone."""
+        if key == self.key:
+            self._outbox.put_nowait(frame)
+
+    def drop(self, key: LinkKey) -> None:
+        """Close a connection that has fallen silent; dialling begins anew."""
+        if key == self.key and self._call is not None:
+            self._call.cancel()
+
+    async def _run(self) -> None:
+        backoff = FIRST_BACKOFF_SECONDS
+        while True:
+            state = verifier_pb2.DRAFTER_STATE_CONNECTING
+            try:
+                # A channel of its own each time: one that has lost its peer may sit out a backoff of its own.
+                async with grpc.aio.insecure_channel(
+                    self.address, options=channel_options(self._max_message_bytes)
+                ) as channel:
+                    await self._serve(drafter_pb2_grpc.DrafterServiceStub(channel))
+                detail = "the drafter closed the stream"
+            except FailedPreconditionError as error:
+                state, detail = verifier_pb2.DRAFTER_STATE_INCOMPATIBLE, error.message
+            except grpc.aio.AioRpcError as error:
+                detail = f"{error.code().name}: {error.details()}"
+                if error.code() == grpc.StatusCode.FAILED_PRECONDITION:
+                    state = verifier_pb2.DRAFTER_STATE_INCOMPATIBLE
+            was_ready = self._leave(state, detail)
+            if was_ready:
+                backoff = FIRST_BACKOFF_SECONDS
+            is_incompatible = state == verifier_pb2.DRAFTER_STATE_INCOMPATIBLE
+            await asyncio.sleep(INCOMPATIBLE_BACKOFF_SECONDS if is_incompatible else backoff)
+            backoff = min(2 * backoff, MAX_BACKOFF_SECONDS)
+
+    async def _serve(self, stub: drafter_pb2_grpc.DrafterServiceAsyncStub) -> None:
+        info = await stub.GetInfo(drafter_pb2.DrafterServiceGetInfoRequest(), timeout=HANDSHAKE_TIMEOUT_SECONDS)
+        check_compatible(self._identity, info.identity)
+        self._outbox = asyncio.Queue()
+        self._outbox.put_nowait(drafter_pb2.DraftRequest(identity=self._identity))
+        self._call = stub.Draft(self._frames())
+        self._incarnation += 1
+        self._enter(info.identity.max_length)
+        key = self.key
+        assert key is not None
+        try:
+            async for frame in self._call:
+                self._post(ProposalsArrived(key, frame))
+        except asyncio.CancelledError:
+            # Either this task was cancelled, or `drop` cancelled the call: only the latter goes on dialling.
+            task = asyncio.current_task()
+            if task is not None and task.cancelling():
+                raise
+        finally:
+            self._call.cancel()
+
+    async def _frames(self) -> AsyncIterator[drafter_pb2.DraftRequest]:
+        outbox = self._outbox
+        while True:
+            yield await outbox.get()
+
+    def _enter(self, max_length: int) -> None:
+        self.status = verifier_pb2.DrafterStatus(
+            address=self.address, state=verifier_pb2.DRAFTER_STATE_READY, max_length=max_length
+        )
+        key = self.key
+        assert key is not None
+        logger.info("drafter %s is ready", self.address)
+        self._post(LinkUp(key, max_length))
+        self._on_change(self)
+
+    def _leave(self, state: verifier_pb2.DrafterState, detail: str) -> bool:
+        key = self.key
+        if key is not None:
+            logger.warning("lost drafter %s: %s", self.address, detail)
+            self._post(LinkDown(key))
+        status = verifier_pb2.DrafterStatus(address=self.address, state=state, detail=detail)
+        if status != self.status:
+            if state == verifier_pb2.DRAFTER_STATE_INCOMPATIBLE:
+                logger.warning("drafter %s does not fit: %s", self.address, detail)
+            self.status = status
+            self._on_change(self)
+        return key is not None

@@ -1,0 +1,141 @@
+"""The engine's side of the speculation protocol: which drafters are up, what is owed, who is late."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from engine.wire import pack_tokens
+from outrider.v1 import common_pb2, drafter_pb2
+from verifier_service.sequence import LinkKey, TargetSequence
+
+# A sequence whose drafter keeps it waiting this often in a row is better off alone.
+MAX_LATE_IN_A_ROW = 3
+
+_FALLBACKS = {
+    drafter_pb2.NO_PROPOSAL_REASON_MAX_LENGTH: common_pb2.FALLBACK_REASON_DRAFTER_MAX_LENGTH,
+    drafter_pb2.NO_PROPOSAL_REASON_OVERLOADED: common_pb2.FALLBACK_REASON_DRAFTER_OVERLOADED,
+}
+
+
+@dataclass
+class _Link:
+    max_length: int
+    heard_at: float  # monotonic, seconds
+
+
+class DraftingLinks:
+    """Links to drafters as the engine knows them, and the waiting of sequences for their proposals."""
+
+    def __init__(self, draft_timeout: float) -> None:
+        self._draft_timeout = draft_timeout
+        self._links: dict[LinkKey, _Link] = {}
+
+    def add(self, key: LinkKey, max_length: int) -> None:
+        """A drafter is ready."""
+        self._links[key] = _Link(max_length, time.monotonic())
+
+    def remove(self, key: LinkKey) -> None:
+        """A drafter is gone."""
+        self._links.pop(key, None)
+
+    def is_up(self, key: LinkKey) -> bool:
+        """Whether frames to the drafter can be sent."""
+        return key in self._links
+
+    def has_heard(self, key: LinkKey) -> bool:
+        """Note that a frame has come; False when the connection it came from counts as lost."""
+        if link := self._links.get(key):
+            link.heard_at = time.monotonic()
+        return key in self._links
+
+    def is_outgrown_by(self, sequence: TargetSequence) -> bool:
+        """Whether the sequence's next proposal would pass the drafter's context."""
+        assert sequence.drafter is not None
+        max_length = self._links[sequence.drafter].max_length
+        return max_length > 0 and sequence.length + sequence.max_draft_tokens > max_length
+
+    def opening(self, sequence: TargetSequence) -> drafter_pb2.OpenSequence:
+        """The message that opens a sequence at its drafter."""
+        return drafter_pb2.OpenSequence(
+            sequence_id=sequence.link_sequence_id,
+            token_ids=pack_tokens(sequence.token_ids),
+            num_prompt_tokens=sequence.num_prompt_tokens,
+            sampling=sequence.sampling.to_message(),
+            verification=sequence.verification,
+            max_draft_tokens=sequence.max_draft_tokens,
+            traceparent=sequence.traceparent,
+        )
+
+    def verdict(self, sequence: TargetSequence, token_ids: Sequence[int]) -> drafter_pb2.Verdict:
+        """The message that tells the drafter what was committed; the wait for an answer starts if one is needed."""
+        if sequence.is_waiting_for_proposal:
+            sequence.waiting_since = time.monotonic()
+        return drafter_pb2.Verdict(
+            sequence_id=sequence.link_sequence_id,
+            epoch=sequence.proposals.epoch,
+            num_committed=sequence.length,
+            token_ids=pack_tokens(token_ids),
+        )
+
+    def take(self, sequence: TargetSequence, proposal: drafter_pb2.Proposal, vocabulary_size: int) -> None:
+        """Buffer a proposal. Raises ValueError when it breaks the protocol."""
+        sequence.proposals.offer(proposal, sequence.token_ids, vocabulary_size)
+        sequence.has_had_proposal = True
+        if len(sequence.proposals):
+            sequence.num_late_in_a_row = 0
+            sequence.proposal_bytes += proposal.ByteSize()
+            self._end_wait(sequence)
+
+    def take_refusal(
+        self, sequence: TargetSequence, refusal: drafter_pb2.NoProposal
+    ) -> common_pb2.FallbackReason | None:
+        """Note that there is no proposal; the reason to fall back, or None where only this position goes without."""
+        if refusal.reason != drafter_pb2.NO_PROPOSAL_REASON_NO_MATCH:
+            return _FALLBACKS.get(refusal.reason, common_pb2.FALLBACK_REASON_DRAFTER_LOST)
+        if refusal.position == sequence.length:
+            sequence.num_late_in_a_row = 0
+            sequence.plain_position = sequence.length
+            self._end_wait(sequence)
+        return None
+
+    def silent(self, running: Iterable[TargetSequence]) -> set[LinkKey]:
+        """Drafters that owe a proposal and have sent nothing at all for as long as one may take."""
+        now = time.monotonic()
+        return {
+            sequence.drafter
+            for sequence in running
+            if sequence.drafter is not None
+            and self.is_late(sequence)
+            and now - self._links[sequence.drafter].heard_at >= self._draft_timeout
+        }
+
+    def is_late(self, sequence: TargetSequence) -> bool:
+        """Whether the sequence has waited for a proposal as long as it will."""
+        return (
+            sequence.waiting_since is not None
+            and sequence.is_waiting_for_proposal
+            and time.monotonic() - sequence.waiting_since >= self._draft_timeout
+        )
+
+    def go_on_plainly(self, sequence: TargetSequence) -> bool:
+        """Let a late sequence take its next step without drafts; False when it should stop hoping for any."""
+        sequence.plain_position = sequence.length
+        self._end_wait(sequence)
+        # A long prompt may keep a drafter busy for a while; that is no reason to do without it afterwards.
+        sequence.num_late_in_a_row += int(sequence.has_had_proposal)
+        return sequence.num_late_in_a_row < MAX_LATE_IN_A_ROW
+
+    def time_until_late(self, running: Iterable[TargetSequence]) -> float | None:
+        """Seconds until the next sequence will have waited too long; None when none is waiting."""
+        waits = [sequence.waiting_since for sequence in running if sequence.waiting_since is not None]
+        if not waits:
+            return None
+        # A clock's tick above zero, so that sleeping cannot come back a moment too early and find nothing to do.
+        return max(min(waits) + self._draft_timeout - time.monotonic(), 0.001)
+
+    def _end_wait(self, sequence: TargetSequence) -> None:
+        if sequence.waiting_since is not None:
+            sequence.draft_wait = time.monotonic() - sequence.waiting_since
+            sequence.waiting_since = None

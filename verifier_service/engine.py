@@ -1,0 +1,312 @@
+"""The verifier's engine: schedule, forward, verify, commit. Runs on the thread that owns the target model."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import grpc
+
+from engine.errors import code_number
+from engine.wire import pack_tokens
+from outrider.v1 import common_pb2, drafter_pb2, generation_pb2, verifier_pb2
+from verifier_service.drafting import DraftingLinks
+from verifier_service.events import (
+    Event,
+    LinkDown,
+    LinkUp,
+    ProposalsArrived,
+    SequenceOpened,
+    SequencesClosed,
+    SessionClosed,
+    SpanRecord,
+    StepOutput,
+)
+from verifier_service.scheduler import Scheduled, Scheduler
+from verifier_service.sequence import TargetSequence
+from verifier_service.target import Target
+from verifier_service.verify import Verified, verify
+
+logger = logging.getLogger(__name__)
+
+# A device that fails this often in a row is taken for dead: the process ends, to be started anew.
+MAX_FAILURES_IN_A_ROW = 3
+
+
+class VerifierEngine:
+    """Every method runs on the engine's thread, but for `load_report`."""
+
+    def __init__(
+        self, target: Target, *, max_running: int, max_waiting: int, draft_timeout: float, is_tracing: bool
+    ) -> None:
+        self._target = target
+        self._max_running = max_running
+        self._max_waiting = max_waiting
+        self._links = DraftingLinks(draft_timeout)
+        self._is_tracing = is_tracing
+        self._sequences: dict[tuple[int, int], TargetSequence] = {}
+        self._by_link_id: dict[int, TargetSequence] = {}
+        self._output = StepOutput()
+        self._num_failures = 0
+
+    def load(self) -> None:
+        """Load the target model and warm it up."""
+        self._target.load()
+        self._scheduler = Scheduler(
+            self._target.blocks,
+            max_running=self._max_running,
+            max_num_batched_tokens=self._target.max_num_batched_tokens,
+        )
+
+    def handle(self, event: Event) -> None:
+        """Take in what has happened outside."""
+        match event:
+            case SequenceOpened(sequence):
+                self._open(sequence)
+            case SequencesClosed(session_id, sequence_ids):
+                for sequence_id in sequence_ids:
+                    if found := self._sequences.get((session_id, sequence_id)):
+                        self._remove(found)
+            case SessionClosed(session_id):
+                for sequence in [s for s in self._sequences.values() if s.session_id == session_id]:
+                    self._remove(sequence)
+            case LinkUp(key, max_length):
+                self._links.add(key, max_length)
+            case LinkDown(key):
+                self._links.remove(key)
+                for sequence in [s for s in self._sequences.values() if s.drafter == key]:
+                    self._fall_back(sequence, common_pb2.FALLBACK_REASON_DRAFTER_LOST)
+            case ProposalsArrived(key, frame):
+                if self._links.has_heard(key):
+                    for proposal in frame.proposals:
+                        self._take_proposal(proposal)
+                    for refusal in frame.no_proposals:
+                        self._take_refusal(refusal)
+
+    def step(self, emit: Callable[[StepOutput], None]) -> float | None:
+        """One step over everything that is ready; how long to sleep when nothing is."""
+        self._give_up_waiting()
+        batch, admitted = self._scheduler.schedule()
+        for sequence in admitted:
+            self._admit(sequence)
+        # Openings leave before the forward pass, so that drafter and target compute a prompt at the same time.
+        self._flush(emit)
+        if not batch:
+            return self._links.time_until_late(self._scheduler.running)
+        self._run(batch)
+        self._flush(emit)
+        return 0.0
+
+    def load_report(self) -> verifier_pb2.VerifierLoad:
+        """How busy the engine is; safe to call from any thread."""
+        return verifier_pb2.VerifierLoad(
+            num_running=len(self._scheduler.running),
+            num_waiting=len(self._scheduler.waiting),
+            num_kv_blocks=self._target.blocks.num_blocks,
+            num_free_kv_blocks=self._target.blocks.num_free,
+        )
+
+    def _open(self, sequence: TargetSequence) -> None:
+        key = (sequence.session_id, sequence.sequence_id)
+        if key in self._sequences:
+            self._fail(self._sequences[key], grpc.StatusCode.INVALID_ARGUMENT, "sequence_id: is open already")
+            return
+        is_full = len(self._scheduler.waiting) >= self._max_waiting
+        self._sequences[key] = sequence
+        self._scheduler.add(sequence)
+        if is_full:
+            self._fail(
+                sequence,
+                grpc.StatusCode.RESOURCE_EXHAUSTED,
+                f"{self._max_waiting} sequences wait already",
+                retry_delay_seconds=1.0,
+            )
+
+    def _admit(self, sequence: TargetSequence) -> None:
+        sequence.scheduled_ns = time.time_ns()
+        self._trace(sequence, "queue", sequence.arrived_ns, sequence.scheduled_ns)
+        if sequence.drafter is None:
+            return
+        if not self._links.is_up(sequence.drafter):
+            sequence.fall_back(common_pb2.FALLBACK_REASON_DRAFTER_LOST)
+        elif self._links.is_outgrown_by(sequence):
+            sequence.fall_back(common_pb2.FALLBACK_REASON_DRAFTER_MAX_LENGTH)
+        else:
+            self._by_link_id[sequence.link_sequence_id] = sequence
+            self._output.link(sequence.drafter).opens.append(self._links.opening(sequence))
+
+    def _take_proposal(self, proposal: drafter_pb2.Proposal) -> None:
+        sequence = self._by_link_id.get(proposal.sequence_id)
+        if sequence is not None:
+            try:
+                self._links.take(sequence, proposal, self._target.vocabulary_size)
+            except ValueError as error:
+                logger.warning("request %s goes on without its drafter: %s", sequence.request_id, error)
+                self._fall_back(sequence, common_pb2.FALLBACK_REASON_DRAFTER_LOST)
+
+    def _take_refusal(self, refusal: drafter_pb2.NoProposal) -> None:
+        sequence = self._by_link_id.get(refusal.sequence_id)
+        if sequence is None:
+            return
+        reason = self._links.take_refusal(sequence, refusal)
+        if reason is not None:
+            logger.info("request %s goes on without its drafter: %s", sequence.request_id, refusal.detail)
+            self._fall_back(sequence, reason)
+
+    def _give_up_waiting(self) -> None:
+        silent = self._links.silent(self._scheduler.running)
+        for key in silent:
+            # What the drafter had is lost with the connection, for every sequence that it served.
+            self._output.silent_links.append(key)
+            self.handle(LinkDown(key))
+        for sequence in self._scheduler.running:
+            if self._links.is_late(sequence) and not self._links.go_on_plainly(sequence):
+                self._fall_back(sequence, common_pb2.FALLBACK_REASON_DRAFTER_OVERLOADED)
+
+    def _run(self, batch: Sequence[Scheduled]) -> None:
+        start_ns = time.time_ns()
+        try:
+            results = verify(self._target, batch)
+        except Exception as error:
+            self._num_failures += 1
+            if self._num_failures >= MAX_FAILURES_IN_A_ROW:
+                raise
+            logger.exception("a step of %d sequences failed", len(batch))
+            for part in batch:
+                message = f"the target model failed: {type(error).__name__}"
+                self._fail(part.sequence, grpc.StatusCode.INTERNAL, message)
+            return
+        self._num_failures = 0
+        end_ns = time.time_ns()
+        for part, verified in zip(batch, results, strict=True):
+            part.sequence.num_computed += part.num_new
+            if verified is not None:
+                self._commit(part, verified, start_ns, end_ns)
+
+    def _commit(self, part: Scheduled, verified: Verified, start_ns: int, end_ns: int) -> None:
+        sequence = part.sequence
+        token_ids, finish_reason = _cut(sequence, verified.token_ids)
+        num_accepted = min(verified.num_accepted, len(token_ids))
+        update = self._output.session(sequence.session_id).updates.add(
+            sequence_id=sequence.sequence_id,
+            token_ids=pack_tokens(token_ids),
+            origins=bytes(verified.origins[: len(token_ids)]),
+            logprobs=verified.logprobs[: len(token_ids)],
+            num_draft_tokens=part.num_drafts,
+            num_accepted_tokens=num_accepted,
+        )
+        if not sequence.prefilled_ns:
+            sequence.prefilled_ns = end_ns
+            update.prefill.queue_seconds = (sequence.scheduled_ns - sequence.arrived_ns) * 1e-9
+            update.prefill.prefill_seconds = (end_ns - sequence.scheduled_ns) * 1e-9
+            self._trace(sequence, "prefill", sequence.scheduled_ns, end_ns)
+        else:
+            self._trace_step(part, verified, start_ns, end_ns)
+        sequence.num_computed += verified.num_accepted
+        sequence.token_ids.extend(token_ids)
+        if sequence.history is not None:
+            sequence.history.append(token_ids)
+        sequence.num_committed_here += len(token_ids)
+        if finish_reason:
+            update.ended.finish_reason = finish_reason
+        elif sequence.drafter is not None:
+            self._tell_drafter(sequence, token_ids)
+        # Fallbacks that this step brought about are reported with it.
+        update.fallbacks.extend(sequence.fallbacks)
+        sequence.fallbacks.clear()
+        if finish_reason:
+            self._remove(sequence)
+        else:
+            self._target.blocks.shrink(sequence.block_ids, sequence.length)
+
+    def _tell_drafter(self, sequence: TargetSequence, token_ids: Sequence[int]) -> None:
+        assert sequence.drafter is not None
+        sequence.proposals.commit(token_ids)
+        if not len(sequence.proposals) and self._links.is_outgrown_by(sequence):
+            self._fall_back(sequence, common_pb2.FALLBACK_REASON_DRAFTER_MAX_LENGTH)
+            return
+        self._output.link(sequence.drafter).verdicts.append(self._links.verdict(sequence, token_ids))
+
+    def _fall_back(self, sequence: TargetSequence, reason: common_pb2.FallbackReason) -> None:
+        self._leave_drafter(sequence)
+        sequence.fall_back(reason)
+
+    def _leave_drafter(self, sequence: TargetSequence) -> None:
+        is_known = self._by_link_id.pop(sequence.link_sequence_id, None) is not None
+        if is_known and sequence.drafter is not None and self._links.is_up(sequence.drafter):
+            self._output.link(sequence.drafter).closes.add(sequence_id=sequence.link_sequence_id)
+
+    def _fail(
+        self, sequence: TargetSequence, code: grpc.StatusCode, message: str, *, retry_delay_seconds: float = 0.0
+    ) -> None:
+        error = verifier_pb2.SequenceError(
+            code=code_number(code), message=message, retry_delay_seconds=retry_delay_seconds
+        )
+        self._output.session(sequence.session_id).updates.add(
+            sequence_id=sequence.sequence_id, ended=verifier_pb2.Ended(error=error)
+        )
+        self._remove(sequence)
+
+    def _remove(self, sequence: TargetSequence) -> None:
+        del self._sequences[sequence.session_id, sequence.sequence_id]
+        self._leave_drafter(sequence)
+        self._scheduler.remove(sequence)
+
+    def _flush(self, emit: Callable[[StepOutput], None]) -> None:
+        if self._output:
+            for frame in self._output.session_frames.values():
+                frame.load.CopyFrom(self.load_report())
+            emit(self._output)
+            self._output = StepOutput()
+
+    def _trace_step(self, part: Scheduled, verified: Verified, start_ns: int, end_ns: int) -> None:
+        if not self._is_tracing:
+            return
+        sequence = part.sequence
+        attributes: dict[str, str | int | float] = {
+            "outrider.position": sequence.length,
+            "outrider.num_draft_tokens": part.num_drafts,
+            "outrider.num_accepted_tokens": verified.num_accepted,
+        }
+        if part.num_drafts:
+            attributes["outrider.draft_wait_seconds"] = sequence.draft_wait
+            attributes["outrider.proposal_bytes"] = sequence.proposal_bytes
+            sequence.draft_wait, sequence.proposal_bytes = 0.0, 0
+        if verified.num_accepted < part.num_drafts:
+            attributes["outrider.rejected_position"] = sequence.length + verified.num_accepted
+        self._trace(sequence, "verify_step", start_ns, end_ns, attributes)
+
+    def _trace(
+        self,
+        sequence: TargetSequence,
+        name: str,
+        start_ns: int,
+        end_ns: int,
+        attributes: dict[str, str | int | float] | None = None,
+    ) -> None:
+        if self._is_tracing and sequence.traceparent:
+            self._output.spans.append(
+                SpanRecord(sequence.session_id, sequence.sequence_id, name, start_ns, end_ns, attributes or {})
+            )
+
+
+def _cut(
+    sequence: TargetSequence, token_ids: Sequence[int]
+) -> tuple[Sequence[int], generation_pb2.FinishReason]:
+    """What of newly sampled tokens the sequence keeps, and why it ends there (UNSPECIFIED: it does not)."""
+    for index, reason in _endings(sequence, token_ids):
+        return token_ids[: index + 1], reason
+    return token_ids, generation_pb2.FINISH_REASON_UNSPECIFIED
+
+
+def _endings(
+    sequence: TargetSequence, token_ids: Sequence[int]
+) -> Iterator[tuple[int, generation_pb2.FinishReason]]:
+    for index, token_id in enumerate(token_ids):
+        if token_id in sequence.eos_token_ids:
+            yield index, generation_pb2.FINISH_REASON_EOS
+        elif token_id in sequence.stop_token_ids:
+            yield index, generation_pb2.FINISH_REASON_STOP_TOKEN
+        elif sequence.length + index + 1 >= sequence.length_limit:
+            yield index, generation_pb2.FINISH_REASON_LENGTH

@@ -1,0 +1,91 @@
+"""What crosses between the verifier's event loop and its engine's thread."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from outrider.v1 import drafter_pb2, verifier_pb2
+from verifier_service.sequence import LinkKey, TargetSequence
+
+
+@dataclass(frozen=True)
+class SequenceOpened:
+    """A gateway wants a sequence decoded."""
+
+    sequence: TargetSequence
+
+
+@dataclass(frozen=True)
+class SequencesClosed:
+    """A gateway no longer wants these sequences, finished or not."""
+
+    session_id: int
+    sequence_ids: Sequence[int]
+
+
+@dataclass(frozen=True)
+class SessionClosed:
+    """A gateway's stream ended."""
+
+    session_id: int
+
+
+@dataclass(frozen=True)
+class LinkUp:
+    """A drafter is ready. `max_length` 0: it has no limit."""
+
+    key: LinkKey
+    max_length: int
+
+
+@dataclass(frozen=True)
+class LinkDown:
+    """A connection to a drafter is gone."""
+
+    key: LinkKey
+
+
+@dataclass(frozen=True)
+class ProposalsArrived:
+    """A drafter's frame."""
+
+    key: LinkKey
+    frame: drafter_pb2.DraftResponse
+
+
+Event = SequenceOpened | SequencesClosed | SessionClosed | LinkUp | LinkDown | ProposalsArrived
+
+
+@dataclass(frozen=True)
+class SpanRecord:
+    """One span of a sequence's trace; times in nanoseconds since the epoch."""
+
+    session_id: int
+    sequence_id: int
+    name: str
+    start_ns: int
+    end_ns: int
+    attributes: Mapping[str, str | int | float] = field(default_factory=dict)
+
+
+@dataclass
+class StepOutput:
+    """Everything that one step sends: a frame for each gateway and for each drafter that it concerns."""
+
+    session_frames: dict[int, verifier_pb2.DecodeResponse] = field(default_factory=dict)
+    link_frames: dict[LinkKey, drafter_pb2.DraftRequest] = field(default_factory=dict)
+    # Connections that have fallen silent, to be closed and dialled anew.
+    silent_links: list[LinkKey] = field(default_factory=list)
+    spans: list[SpanRecord] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        return bool(self.session_frames or self.link_frames or self.silent_links or self.spans)
+
+    def session(self, session_id: int) -> verifier_pb2.DecodeResponse:
+        """The frame for a gateway, made when first asked for."""
+        return self.session_frames.setdefault(session_id, verifier_pb2.DecodeResponse())
+
+    def link(self, key: LinkKey) -> drafter_pb2.DraftRequest:
+        """The frame for a drafter, made when first asked for."""
+        return self.link_frames.setdefault(key, drafter_pb2.DraftRequest())

@@ -1,0 +1,105 @@
+"""A sequence as the verifier sees it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.sampling_parameters import SamplingParameters
+from kernels.penalties import TokenHistory
+from outrider.v1 import common_pb2
+from verifier_service.proposal_buffer import ProposalBuffer
+
+
+@dataclass(frozen=True)
+class LinkKey:
+    """One connection to a drafter. A drafter that was lost and found again has a new incarnation."""
+
+    address: str
+    incarnation: int
+
+
+@dataclass(eq=False)
+class TargetSequence:
+    """One sequence of one gateway.
+
+    `token_ids` is the prompt and everything committed. Of these, `num_computed` have keys and values in the cache, in
+    `block_ids`; while decoding, all but the last one.
+    """
+
+    session_id: int
+    sequence_id: int
+    # Unique within this verifier: what its drafter calls the sequence.
+    link_sequence_id: int
+    token_ids: list[int]
+    num_prompt_tokens: int
+    sampling: SamplingParameters
+    # The sequence ends when it is this long, prompt included.
+    length_limit: int
+    eos_token_ids: frozenset[int]
+    stop_token_ids: frozenset[int]
+    # How many log-probabilities beside the chosen token's; None for none at all.
+    num_logprobs: int | None
+    max_draft_tokens: int
+    verification: common_pb2.Verification
+    drafter: LinkKey | None
+    traceparent: str
+    request_id: str
+    arrived_ns: int
+
+    # Token counts for penalties; None where there are none.
+    history: TokenHistory | None
+    fallbacks: list[common_pb2.Fallback] = field(default_factory=list)  # not yet reported
+    proposals: ProposalBuffer = field(default_factory=ProposalBuffer)
+    num_computed: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    # Tokens committed here, as opposed to those that came with the sequence.
+    num_committed_here: int = 0
+    scheduled_ns: int = 0
+    prefilled_ns: int = 0
+    last_step: int = -1
+    num_preemptions: int = 0
+    # Monotonic time since which the sequence has been waiting for a proposal; None while it is not.
+    waiting_since: float | None = None
+    # How long the last wait took, seconds, and what the drafter sent, bytes: for the trace.
+    draft_wait: float = 0.0
+    proposal_bytes: int = 0
+    # The position for which the drafter found nothing, or was too late.
+    plain_position: int = -1
+    num_late_in_a_row: int = 0
+    has_had_proposal: bool = False
+
+    @property
+    def length(self) -> int:
+        """Prompt and committed tokens: the position of the next one."""
+        return len(self.token_ids)
+
+    @property
+    def num_missing(self) -> int:
+        """Tokens whose keys and values are not computed."""
+        return self.length - self.num_computed
+
+    @property
+    def num_wanted_drafts(self) -> int:
+        """Most draft tokens that a step could use: the step commits one more token than it accepts."""
+        return max(min(self.max_draft_tokens, self.length_limit - self.length - 1), 0)
+
+    @property
+    def is_speculating(self) -> bool:
+        """Whether a proposal is worth waiting for at this position.
+
+        Not for the first token: it falls to the prompt's own last row, so that whether a proposal had arrived by then
+        cannot change what is sampled.
+        """
+        return self.drafter is not None and self.num_committed_here > 0 and self.num_wanted_drafts > 0
+
+    @property
+    def is_waiting_for_proposal(self) -> bool:
+        """Whether the next step should not sample before the drafter has answered."""
+        return self.is_speculating and not len(self.proposals) and self.plain_position != self.length
+
+    def fall_back(self, reason: common_pb2.FallbackReason) -> None:
+        """Go on without a drafter, for good."""
+        self.drafter = None
+        self.waiting_since = None
+        self.proposals.clear()
+        self.fallbacks.append(common_pb2.Fallback(reason=reason, position=self.length))

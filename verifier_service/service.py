@@ -1,0 +1,240 @@
+"""The verifier's gRPC face: parse, hand to the engine, translate back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import signal
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import grpc
+
+from engine.engine_thread import EngineThread
+from engine.errors import OutriderError, UnavailableError, code_number
+from engine.fingerprint import model_revision, tokenizer_fingerprint
+from engine.telemetry import Telemetry
+from engine.wire import PROTOCOL_VERSION
+from kernels.random import RANDOM_SCHEME
+from outrider.v1 import common_pb2, verifier_pb2, verifier_pb2_grpc
+from verifier_service.decoding import TargetLimits, parse_opening
+from verifier_service.drafter_link import DrafterLink
+from verifier_service.engine import VerifierEngine
+from verifier_service.events import Event, SequenceOpened, SequencesClosed, SessionClosed, StepOutput
+from verifier_service.session import Session
+from verifier_service.settings import VerifierSettings
+from verifier_service.target import Target
+
+logger = logging.getLogger(__name__)
+
+
+class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
+    """Servicer and component in one: gateways' sessions on one side, links to drafters on the other."""
+
+    def __init__(self, settings: VerifierSettings, target: Target, telemetry: Telemetry) -> None:
+        self._settings = settings
+        self._target = target
+        self._telemetry = telemetry
+        self._engine = VerifierEngine(
+            target,
+            max_running=settings.max_running,
+            max_waiting=settings.max_waiting,
+            draft_timeout=settings.draft_timeout_seconds,
+            is_tracing=telemetry.is_enabled,
+        )
+        self._thread: EngineThread[Event, StepOutput] = EngineThread(
+            self._engine, self._deliver, _on_engine_failure, "verifier-engine"
+        )
+        self._session_ids = itertools.count(1)
+        self._link_sequence_ids = itertools.count(1)
+        self._sessions: dict[int, Session] = {}
+        self._links: dict[str, DrafterLink] = {}
+        self._is_draining = False
+
+    async def start(self) -> None:
+        """Load and warm up."""
+        model = self._settings.model
+        await self._thread.start()
+        self._identity = common_pb2.ModelIdentity(
+            protocol_version=PROTOCOL_VERSION,
+            name=model.name,
+            revision=model_revision(model),
+            tokenizer_fingerprint=tokenizer_fingerprint(model),
+            vocabulary_size=self._target.vocabulary_size,
+            max_length=self._target.max_length,
+            random_scheme=RANDOM_SCHEME,
+        )
+        self._limits = TargetLimits(
+            vocabulary_size=self._target.vocabulary_size,
+            max_length=self._target.max_length,
+            eos_token_ids=self._target.eos_token_ids,
+            default_max_draft_tokens=self._settings.max_draft_tokens,
+        )
+
+    async def drain(self) -> None:
+        """Refuse new sequences and let those that run end."""
+        self._is_draining = True
+        # The counts change on the engine's thread, which knows nothing of this loop's events.
+        while (load := self._engine.load_report()).num_running or load.num_waiting:  # noqa: ASYNC110
+            await asyncio.sleep(0.05)
+
+    async def stop(self) -> None:
+        """End all streams and the engine."""
+        for session in self._sessions.values():
+            session.outbox.put_nowait(None)
+        for link in self._links.values():
+            await link.stop()
+        await self._thread.stop()
+        self._telemetry.shutdown()
+
+    async def GetInfo(
+        self, request: verifier_pb2.VerifierServiceGetInfoRequest, context: grpc.aio.ServicerContext[Any, Any]
+    ) -> verifier_pb2.VerifierServiceGetInfoResponse:
+        """The handshake, and the state of the engine."""
+        return verifier_pb2.VerifierServiceGetInfoResponse(
+            identity=self._identity,
+            load=self._engine.load_report(),
+            drafters=[link.status for link in self._links.values()],
+            eos_token_ids=sorted(self._target.eos_token_ids),
+        )
+
+    async def Decode(
+        self,
+        request_iterator: AsyncIterator[verifier_pb2.DecodeRequest],
+        context: grpc.aio.ServicerContext[Any, Any],
+    ) -> AsyncIterator[verifier_pb2.DecodeResponse]:
+        """One gateway's stream."""
+        session = Session(next(self._session_ids), self._identity.name, self._telemetry)
+        self._sessions[session.session_id] = session
+        # The first frame names all links and the load, so that the gateway can route before it has sent anything.
+        session.send(
+            verifier_pb2.DecodeResponse(
+                drafters=[link.status for link in self._links.values()], load=self._engine.load_report()
+            )
+        )
+        reader = asyncio.create_task(self._read(session, request_iterator))
+        try:
+            while (frame := await session.outbox.get()) is not None:
+                yield frame
+            if reader.done():
+                # Raises what ended the reading: a frame that did not parse ends the stream with its status.
+                reader.result()
+        finally:
+            reader.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await reader
+            del self._sessions[session.session_id]
+            session.close()
+            self._thread.post(SessionClosed(session.session_id))
+            await self._prune_links()
+
+    async def _read(self, session: Session, requests: AsyncIterator[verifier_pb2.DecodeRequest]) -> None:
+        try:
+            async for frame in requests:
+                if frame.HasField("drafters"):
+                    session.drafter_addresses = frozenset(frame.drafters.addresses)
+                    self._dial(session.drafter_addresses)
+                    await self._prune_links()
+                for opening in frame.opens:
+                    self._open(session, opening)
+                if frame.closes:
+                    for sequence_id in frame.closes:
+                        session.end_span(sequence_id)
+                    self._thread.post(SequencesClosed(session.session_id, list(frame.closes)))
+        finally:
+            session.outbox.put_nowait(None)
+
+    def _open(self, session: Session, opening: verifier_pb2.OpenDecoding) -> None:
+        arrived_ns = time.time_ns()
+        try:
+            if self._is_draining:
+                raise UnavailableError("the verifier is draining", retry_delay_seconds=1.0)
+            link = self._links.get(opening.drafter_address)
+            sequence = parse_opening(
+                opening,
+                limits=self._limits,
+                session_id=session.session_id,
+                link_sequence_id=next(self._link_sequence_ids),
+                drafter=link.key if link else None,
+                arrived_ns=arrived_ns,
+            )
+        except OutriderError as error:
+            session.send(_refusal(opening.sequence_id, error))
+            return
+        if sequence.drafter is None:
+            sequence.fall_back(_reason_without_drafter(opening, link))
+        sequence.traceparent = session.start_span(opening)
+        self._thread.post(SequenceOpened(sequence))
+
+    def _dial(self, addresses: frozenset[str]) -> None:
+        for address in addresses - self._links.keys():
+            self._links[address] = DrafterLink(
+                address,
+                self._identity,
+                max_message_bytes=self._settings.max_message_bytes,
+                post=self._thread.post,
+                on_change=self._announce,
+            )
+            self._links[address].start()
+
+    async def _prune_links(self) -> None:
+        wanted = frozenset[str]().union(*(session.drafter_addresses for session in self._sessions.values()))
+        for address in self._links.keys() - wanted:
+            await self._links.pop(address).stop()
+
+    def _announce(self, link: DrafterLink) -> None:
+        for session in self._sessions.values():
+            if link.address in session.drafter_addresses:
+                session.send(verifier_pb2.DecodeResponse(drafters=[link.status], load=self._engine.load_report()))
+
+    def _deliver(self, output: StepOutput) -> None:
+        # Drafters first: while their frames travel, the gateways' are packed.
+        for key, request in output.link_frames.items():
+            if link := self._links.get(key.address):
+                link.send(key, request)
+        for key in output.silent_links:
+            if link := self._links.get(key.address):
+                link.drop(key)
+        for record in output.spans:
+            if session := self._sessions.get(record.session_id):
+                session.record(record)
+        for session_id, frame in output.session_frames.items():
+            if session := self._sessions.get(session_id):
+                session.send(frame)
+
+
+def _reason_without_drafter(
+    opening: verifier_pb2.OpenDecoding, link: DrafterLink | None
+) -> common_pb2.FallbackReason:
+    if not opening.drafter_address and opening.no_drafter_reason:
+        return opening.no_drafter_reason
+    if link is not None and link.status.state == verifier_pb2.DRAFTER_STATE_INCOMPATIBLE:
+        return common_pb2.FALLBACK_REASON_INCOMPATIBLE_DRAFTER
+    return common_pb2.FALLBACK_REASON_NO_DRAFTER
+
+
+def _refusal(sequence_id: int, error: OutriderError) -> verifier_pb2.DecodeResponse:
+    return verifier_pb2.DecodeResponse(
+        updates=[
+            verifier_pb2.SequenceUpdate(
+                sequence_id=sequence_id,
+                ended=verifier_pb2.Ended(
+                    error=verifier_pb2.SequenceError(
+                        code=code_number(error.code),
+                        message=error.message,
+                        retry_delay_seconds=error.retry_delay_seconds,
+                    )
+                ),
+            )
+        ]
+    )
+
+
+def _on_engine_failure(error: BaseException) -> None:
+    # The engine is gone for good: leave, so that whoever runs the process starts it anew.
+    logger.critical("leaving: the engine failed with %r", error)
+    os.kill(os.getpid(), signal.SIGTERM)

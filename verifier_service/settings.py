@@ -1,0 +1,38 @@
+"""Settings of the verifier service."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Self
+
+from pydantic import Field, model_validator
+from pydantic_settings import SettingsConfigDict
+
+from engine.settings import ModelSettings
+from kernels.limits import MAX_DRAFT_TOKENS
+
+
+class VerifierSettings(ModelSettings):
+    """Run a verifier: a service with the target model, which decides on every draft token."""
+
+    model_config = SettingsConfigDict(env_prefix="OUTRIDER_VERIFIER_")
+
+    listen: str = Field(default="127.0.0.1:50052", description="host:port to serve gRPC on; port 0 takes a free one")
+    model: Path = Field(description="directory of the target model")
+    max_draft_tokens: int = Field(
+        default=4, ge=1, le=MAX_DRAFT_TOKENS, description="draft tokens a step (K) where the request names none"
+    )
+    max_running: int = Field(default=64, ge=1, description="most sequences decoded at once")
+    max_waiting: int = Field(default=1024, ge=1, description="most sequences that may wait for a place")
+    draft_timeout_seconds: float = Field(
+        default=0.5, gt=0, le=60, description="longest wait for a proposal before a step without one, seconds"
+    )
+
+    @model_validator(mode="after")
+    def _check_budget(self) -> Self:
+        if self.max_num_batched_tokens < self.max_running:
+            raise ValueError(
+                f"max_num_batched_tokens ({self.max_num_batched_tokens}) must be at least max_running "
+                f"({self.max_running}), or running sequences would starve"
+            )
+        return self

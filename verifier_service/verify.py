@@ -1,0 +1,147 @@
+"""One step: the target's forward pass over [last committed token, proposals...] of every sequence, and the verdicts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from engine.batch import SequenceSlice
+from engine.sampling_tensors import SamplingTensors, penalized
+from kernels.logprobs import token_logprobs
+from kernels.penalties import Penalties
+from kernels.rejection_sample import rejection_sample
+from outrider.v1 import common_pb2
+from verifier_service.proposal_buffer import DraftTokens, concatenate
+from verifier_service.scheduler import Scheduled
+from verifier_service.target import Target
+
+
+@dataclass(frozen=True)
+class Verified:
+    """What a step commits to one sequence: the accepted draft tokens and one token of the target's own."""
+
+    token_ids: list[int]
+    num_accepted: int
+    origins: Sequence[int]  # a TokenOrigin each
+    logprobs: Sequence[common_pb2.PositionLogprobs]  # one each, or none at all
+
+
+def verify(target: Target, batch: Sequence[Scheduled]) -> list[Verified | None]:
+    """Run a step. The answer has an entry for each part of the batch, None for inner chunks of prompts."""
+    drafts = [part.sequence.proposals.peek(part.num_drafts) for part in batch]
+    logits = target.runner.execute([_slice(part, draft) for part, draft in zip(batch, drafts, strict=True)])
+    sampled = [(part, draft) for part, draft in zip(batch, drafts, strict=True) if part.is_sampled]
+    if not sampled:
+        return [None] * len(batch)
+    results = iter(_sample(target, logits, [part for part, _ in sampled], [draft for _, draft in sampled]))
+    return [next(results) if part.is_sampled else None for part in batch]
+
+
+def _slice(part: Scheduled, draft: DraftTokens) -> SequenceSlice:
+    sequence = part.sequence
+    start = sequence.num_computed
+    return SequenceSlice(
+        token_ids=[*sequence.token_ids[start : start + part.num_new], *draft.token_ids],
+        start=start,
+        block_ids=sequence.block_ids,
+        # The last committed token's row decides the first draft token's position, a draft token's row the one behind.
+        num_logit_rows=1 + part.num_drafts if part.is_sampled else 0,
+    )
+
+
+def _sample(
+    target: Target,
+    logits: torch.Tensor,  # [num_rows, vocab_size]
+    parts: Sequence[Scheduled],
+    drafts: Sequence[DraftTokens],
+) -> list[Verified]:
+    sequences = [part.sequence for part in parts]
+    tensors = SamplingTensors.build(
+        [sequence.sampling for sequence in sequences],
+        positions=[sequence.length for sequence in sequences],
+        vocabulary_size=target.vocabulary_size,
+        device=target.device,
+    )
+    all_drafts = concatenate(drafts)
+    draft_token_ids = np.asarray(all_drafts.token_ids, dtype=np.int32)
+    cu_num_drafts = np.cumsum([0, *(part.num_drafts for part in parts)], dtype=np.int32)
+
+    def put(array: npt.NDArray[np.int32]) -> torch.Tensor:
+        return torch.from_numpy(np.ascontiguousarray(array)).to(target.device, non_blocking=True)
+
+    sample = rejection_sample(
+        logits,
+        put(cu_num_drafts),
+        put(draft_token_ids),
+        put(all_drafts.candidate_ids),
+        put(all_drafts.candidate_weights),
+        tensors.temperature,
+        tensors.seeds,
+        tensors.positions,
+        max_num_draft_tokens=max(part.num_drafts for part in parts),
+        top_k=tensors.top_k,
+        top_p=tensors.top_p,
+        min_p=tensors.min_p,
+        penalties=Penalties.build(
+            [
+                penalized(index, sequence.sampling, sequence.history)
+                for index, sequence in enumerate(sequences)
+                if sequence.history is not None
+            ],
+            cu_num_drafts,
+            draft_token_ids,
+            target.device,
+        ),
+    )
+    # The one wait for the device in a step: both results in one copy.
+    results = torch.cat([sample.num_accepted.unsqueeze(1), sample.token_ids], dim=1).cpu().numpy()
+    first_rows = cu_num_drafts[:-1] + np.arange(len(parts))
+    return [
+        _verified(logits[first_row:], part, int(row[0]), row[1 : int(row[0]) + 2].tolist())
+        for part, row, first_row in zip(parts, results, first_rows.tolist(), strict=True)
+    ]
+
+
+def _verified(
+    logits: torch.Tensor,  # [num_rows, vocab_size], from the sequence's first row on
+    part: Scheduled,
+    num_accepted: int,
+    token_ids: list[int],
+) -> Verified:
+    if part.num_drafts == 0:
+        last = common_pb2.TOKEN_ORIGIN_PLAIN
+    elif num_accepted == part.num_drafts:
+        last = common_pb2.TOKEN_ORIGIN_BONUS
+    else:
+        last = common_pb2.TOKEN_ORIGIN_RECOVERED
+    return Verified(
+        token_ids=token_ids,
+        num_accepted=num_accepted,
+        origins=[common_pb2.TOKEN_ORIGIN_ACCEPTED] * num_accepted + [last],
+        logprobs=_logprobs(logits[: len(token_ids)], token_ids, part.sequence.num_logprobs),
+    )
+
+
+def _logprobs(
+    logits: torch.Tensor,  # [num_tokens, vocab_size]
+    token_ids: list[int],
+    num_logprobs: int | None,
+) -> list[common_pb2.PositionLogprobs]:
+    if num_logprobs is None:
+        return []
+    found = token_logprobs(logits, torch.tensor(token_ids, device=logits.device), num_logprobs)
+    rows = zip(token_ids, found.chosen.tolist(), found.top_token_ids.tolist(), found.top_logprobs.tolist(), strict=True)
+    return [
+        common_pb2.PositionLogprobs(
+            chosen=common_pb2.TokenLogprob(token_id=token_id, logprob=logprob),
+            top=[
+                common_pb2.TokenLogprob(token_id=top_id, logprob=top_logprob)
+                for top_id, top_logprob in zip(top_ids, top_logprobs, strict=True)
+            ],
+        )
+        for token_id, logprob, top_ids, top_logprobs in rows
+    ]
