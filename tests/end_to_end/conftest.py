@@ -1,0 +1,74 @@
+"""Three real processes, the bundled pair and small random pairs, and what the target alone would say."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from outrider.bundled import bundled_model
+from outrider.local import LocalCluster, Options
+from tests.tiny_models import save_tiny_llama
+
+MakeCluster = Callable[..., LocalCluster]
+
+
+@pytest.fixture
+def demo_cluster(tmp_path: Path) -> MakeCluster:
+    """Makes clusters of the bundled pair; every keyword is an option of the cluster."""
+
+    def make(**options: object) -> LocalCluster:
+        defaults: dict[str, object] = {
+            "target": bundled_model("target"),
+            "draft": bundled_model("draft"),
+            "device": "cpu",
+            "dtype": "float32",
+            "log_directory": tmp_path / "logs",
+            "drain_seconds": 2.0,
+            # Two cores run three processes and the test: a proposal may take long, and must not be given up.
+            "verifier_flags": ("--draft-timeout-seconds", "20"),
+        }
+        return LocalCluster(Options(**{**defaults, **options}))  # type: ignore[arg-type]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A target and a drafter of 16 tokens that often disagree, so that every branch of verification is taken."""
+    root = tmp_path_factory.mktemp("tiny-pair")
+    target = save_tiny_llama(root / "target", vocab_size=16, seed=1, scale=0.6)
+    model = AutoModelForCausalLM.from_pretrained(target, dtype=torch.float32)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.06 * torch.randn_like(parameter))
+    model.save_pretrained(root / "draft")
+    return target, root / "draft"
+
+
+@cache
+def load_model(path: Path) -> PreTrainedModel:
+    """A model in float32, as transformers runs it."""
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+
+
+@torch.inference_mode()
+def greedy_tokens(path: Path, prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """What `generate(do_sample=False)` continues the prompt with, end of sequence ignored."""
+    model = load_model(path)
+    inputs = torch.tensor([list(prompt)])
+    output = model.generate(
+        inputs,
+        attention_mask=torch.ones_like(inputs),
+        max_new_tokens=num_tokens,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    continuation: list[int] = output[0, len(prompt) :].tolist()
+    return continuation
