@@ -1,0 +1,1 @@
+"""The bundled demo model pair (``models/demo``) and how it was trained."""
