@@ -89,6 +89,7 @@ def load_model(
             attn_implementation=ATTENTION_NAME,
             use_safetensors=True,
             local_files_only=True,
+            ignore_mismatched_sizes=True,  # reported below, by name
             output_loading_info=True,
         )
         # transformers fills what a checkpoint lacks with random numbers and goes on.
@@ -98,6 +99,10 @@ def load_model(
         model = model.eval().requires_grad_(False).to(device)
     except ModelLoadError:
         raise
+    except KeyError as error:
+        if error.args != (ATTENTION_NAME,):
+            raise ModelLoadError(f"cannot load {model_path}: KeyError: {error}") from error
+        raise ModelLoadError(f"{config.model_type} does not use transformers' attention interface") from error
     except Exception as error:  # files written by others go wrong in more ways than a list of types can name
         raise ModelLoadError(f"cannot load {model_path}: {type(error).__name__}: {error}") from error
 

@@ -40,14 +40,17 @@ class ModelRunner:
     ) -> None:
         """Load the model and allocate its cache.
 
-        Raises ModelLoadError for a model that cannot be served, MemoryError where the cache has no room, ValueError
-        for a setting out of range.
+        A GPU becomes the calling thread's current device, which is where Triton launches. Raises ModelLoadError for a
+        model that cannot be served, MemoryError where the cache has no room, ValueError for a setting out of range.
         """
         if dtype not in _DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(map(str, _DTYPES))}, not {dtype}")
         if max_num_batched_tokens < 1:
             raise ValueError(f"max_num_batched_tokens must be positive, not {max_num_batched_tokens}")
         check_block_size(block_size)
+        if device.type == "cuda":
+            device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+            torch.cuda.set_device(device)
         loaded = load_model(model_path, device=device, dtype=dtype, max_length=max_length)
         if num_blocks is None:
             budget = _free_bytes(device, memory_fraction) if device.type == "cuda" else cpu_cache_bytes
@@ -86,7 +89,33 @@ class ModelRunner:
         """
         self._check_limits(slices)
         batch = build_batch(slices, block_size=self.block_size, num_blocks=self.num_blocks, device=self.device)
-        return self._forward(batch)
+        return self.forward(batch)
+
+    @torch.inference_mode()
+    def forward(self, batch: Batch) -> torch.Tensor:  # [num_logit_rows, vocab_size]
+        """`execute` for a batch that is on the device already, unchecked; on a GPU it may be captured in a graph.
+
+        To fill a batch up to a fixed shape, put tokens with slot -1 behind the others, which are computed and kept
+        nowhere, and sequences with neither tokens nor context, which are skipped.
+        """
+        attention = CachedAttention(
+            key_caches=self._cache.keys,
+            value_caches=self._cache.values,
+            slot_mapping=batch.slot_mapping,
+            cu_query_lens=batch.cu_query_lens,
+            context_lens=batch.context_lens,
+            block_tables=batch.block_tables,
+            max_query_len=batch.max_query_len,
+        )
+        chosen = {"logits_to_keep": batch.logit_rows} if self._keeps_chosen_logits else {}
+        logits: torch.Tensor = self._model(
+            input_ids=batch.token_ids.unsqueeze(0),
+            position_ids=batch.positions.unsqueeze(0),
+            use_cache=False,
+            paged=attention,
+            **chosen,
+        ).logits[0]
+        return logits if self._keeps_chosen_logits else logits[batch.logit_rows]
 
     def warm_up(self) -> None:
         """Run the shapes that a service meets, so that the first request does not wait for compilers.
@@ -94,12 +123,13 @@ class ModelRunner:
         Overwrites the cache: call it before the first sequence.
         """
         longest = min(self.max_num_batched_tokens, self.max_length)
-        # Kernels are compiled per power of two of the query length; a CPU compiles nothing and only needs a first run.
-        query_lens = [1, 8] if self.device.type == "cpu" else [1 << power for power in range(longest.bit_length())]
+        if self.device.type == "cuda":
+            # Kernels are compiled for each power of two of the query length, up to tiles that are full.
+            query_lens = {*(1 << power for power in range(longest.bit_length())), longest}
+        else:
+            query_lens = {1, min(8, longest)}  # nothing to compile, only memory to touch
         block_ids = range(-(-longest // self.block_size))
-        for query_len in sorted({min(query_len, longest) for query_len in (*query_lens, longest)}):
-            if self.device.type == "cpu" and query_len > max(query_lens):
-                continue
+        for query_len in sorted(query_lens):
             self.execute([SequenceSlice([0] * query_len, 0, block_ids, 1)])
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
@@ -119,26 +149,6 @@ class ModelRunner:
             # On a GPU an id out of range ends the process's CUDA context, not just this call.
             if min(part.token_ids, default=0) < 0 or max(part.token_ids, default=0) >= self.vocab_size:
                 raise ValueError(f"slice {index} has a token id outside 0..{self.vocab_size - 1}")
-
-    def _forward(self, batch: Batch) -> torch.Tensor:  # [num_logit_rows, vocab_size]
-        attention = CachedAttention(
-            key_caches=self._cache.keys,
-            value_caches=self._cache.values,
-            slot_mapping=batch.slot_mapping,
-            cu_query_lens=batch.cu_query_lens,
-            context_lens=batch.context_lens,
-            block_tables=batch.block_tables,
-            max_query_len=batch.max_query_len,
-        )
-        chosen = {"logits_to_keep": batch.logit_rows} if self._keeps_chosen_logits else {}
-        logits: torch.Tensor = self._model(
-            input_ids=batch.token_ids.unsqueeze(0),
-            position_ids=batch.positions.unsqueeze(0),
-            use_cache=False,
-            paged=attention,
-            **chosen,
-        ).logits[0]
-        return logits if self._keeps_chosen_logits else logits[batch.logit_rows]
 
 
 def _free_bytes(device: torch.device, fraction: float) -> int:

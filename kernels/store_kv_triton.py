@@ -55,7 +55,7 @@ def _store_kv_kernel(
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slot_mapping_ptr + token)
     element = tl.arange(0, BLOCK)
-    is_stored = (element < NUM_KV_HEADS * HEAD_DIM) & (slot >= 0)
+    is_stored = element < tl.where(slot >= 0, NUM_KV_HEADS * HEAD_DIM, 0)
     head = element // HEAD_DIM
     dim = element % HEAD_DIM
     key = tl.load(key_ptr + token * key_stride_token + head * key_stride_head + dim, mask=is_stored)
