@@ -63,13 +63,21 @@ class CachedAttention:
     def attend(
         self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
-        key_cache = self.key_caches[call.layer_index]
-        value_cache = self.value_caches[call.layer_index]
-        store_kv(key, value, key_cache, value_cache, self.slot_mapping)
+        store_kv(key, value, *self.cache_slots(call.layer_index))
+        return self.attend_stored(call, query)
+
+    def cache_slots(self, layer_index: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """A layer's key cache and value cache, and the slot of each token, for a kernel that stores by itself."""
+        return self.key_caches[layer_index], self.value_caches[layer_index], self.slot_mapping
+
+    def attend_stored(
+        self, call: AttentionCall, query: torch.Tensor
+    ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
+        """Attention over the cache, which the step's keys and values are in already."""
         return paged_attention(
             query,
-            key_cache,
-            value_cache,
+            self.key_caches[call.layer_index],
+            self.value_caches[call.layer_index],
             self.cu_query_lens,
             self.context_lens,
             self.block_tables,

@@ -89,16 +89,19 @@ class EngineThread(Generic[Event, Output]):
     def _work(self) -> None:
         pause: float | None = 0.0
         while True:
-            try:
-                event = self._inbox.get_nowait() if pause == 0.0 else self._inbox.get(timeout=pause)
-                while True:
-                    if event is None:
-                        return
-                    self._engine.handle(event)
-                    event = self._inbox.get_nowait()
-            except queue.Empty:
-                pass
+            for event in self._next_events(pause):
+                if event is None:
+                    return
+                self._engine.handle(event)
             pause = self._engine.step(self._emit)
+
+    def _next_events(self, pause: float | None) -> list[Event | None]:
+        """What has arrived, or what arrives first within `pause`; what comes later waits, or a flood would stop us."""
+        try:
+            first = self._inbox.get_nowait() if pause == 0.0 else self._inbox.get(timeout=pause)
+        except queue.Empty:
+            return []
+        return [first, *(self._inbox.get_nowait() for _ in range(self._inbox.qsize()))]
 
     def _emit(self, output: Output) -> None:
         self._on_loop(self._deliver, output)

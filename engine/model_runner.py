@@ -10,6 +10,7 @@ import torch
 
 from engine.attention import CachedAttention
 from engine.batch import Batch, SequenceSlice, build_batch
+from engine.fusion import fuse
 from engine.kv_cache import KVCache, bytes_per_block, check_block_size, num_blocks_within
 from engine.model_loader import load_model
 
@@ -37,6 +38,7 @@ class ModelRunner:
         cpu_cache_bytes: int = 512 << 20,  # for the KV cache on a CPU; unless num_blocks
         max_num_batched_tokens: int = 2048,
         max_length: int | None = None,  # None: what the model's config allows
+        is_fused: bool | None = None,  # None: on a GPU, where launches and memory traffic decide
     ) -> None:
         """Load the model and allocate its cache.
 
@@ -52,6 +54,8 @@ class ModelRunner:
             device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
             torch.cuda.set_device(device)
         loaded = load_model(model_path, device=device, dtype=dtype, max_length=max_length)
+        if device.type == "cuda" if is_fused is None else is_fused:
+            _logger.info("%s", fuse(loaded.model))
         if num_blocks is None:
             budget = _free_bytes(device, memory_fraction) if device.type == "cuda" else cpu_cache_bytes
             num_blocks = num_blocks_within(budget, loaded.layers, block_size, dtype)

@@ -109,6 +109,10 @@ class Server:
         await self._server.stop(grace=1.0)
         logger.info("stopped")
 
+    async def abandon(self) -> None:
+        """Stop serving a component that never came to start; a gRPC server that nobody stops can hang the process."""
+        await self._server.stop(grace=None)
+
     def _gate(self) -> None:
         # While draining, each component decides for itself: what runs goes on, what is new is refused.
         if self._phase is Phase.LOADING:
@@ -133,8 +137,13 @@ def channel_options(max_message_bytes: int, *, server: bool = False) -> list[tup
         # Without SO_REUSEPORT a second service on the same port fails at once instead of sharing its traffic.
         options += [("grpc.so_reuseport", 0), ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2)]
     else:
-        # A peer that returns is found again quickly; gRPC's own default backs off for up to two minutes.
-        options += [("grpc.initial_reconnect_backoff_ms", 200), ("grpc.max_reconnect_backoff_ms", 2_000)]
+        # A peer that returns is found again quickly; gRPC's own default backs off for up to two minutes. And our peers
+        # are never behind the proxy that a machine's environment may name for the world outside.
+        options += [
+            ("grpc.initial_reconnect_backoff_ms", 200),
+            ("grpc.max_reconnect_backoff_ms", 2_000),
+            ("grpc.enable_http_proxy", 0),
+        ]
     return options
 
 
@@ -175,6 +184,7 @@ async def _run(make_server: Callable[[], Server]) -> int:
         starting.cancel()
         with contextlib.suppress(asyncio.CancelledError, Exception):
             await starting
+        await server.abandon()
         return 0
     try:
         await starting
@@ -182,6 +192,7 @@ async def _run(make_server: Callable[[], Server]) -> int:
         logger.error("cannot start: %s", error)
         logger.debug("cannot start", exc_info=True)
         stopping.cancel()
+        await server.abandon()
         return 1
     await stopping
     await server.stop()

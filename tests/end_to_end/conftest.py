@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from outrider.bundled import bundled_model
 from outrider.local import LocalCluster, Options
+from tests.service_device import SERVICE_DEVICE
 from tests.tiny_models import save_tiny_llama
 
 MakeCluster = Callable[..., LocalCluster]
@@ -25,7 +26,7 @@ def demo_cluster(tmp_path: Path) -> MakeCluster:
         defaults: dict[str, object] = {
             "target": bundled_model("target"),
             "draft": bundled_model("draft"),
-            "device": "cpu",
+            "device": SERVICE_DEVICE,
             "dtype": "float32",
             "log_directory": tmp_path / "logs",
             "drain_seconds": 2.0,

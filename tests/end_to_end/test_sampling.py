@@ -16,6 +16,7 @@ from outrider.client import AsyncClient
 from outrider.completion import TokenOrigin
 from outrider.local import LocalCluster, Options
 from tests.end_to_end.conftest import load_model
+from tests.service_device import SERVICE_DEVICE
 
 VOCABULARY = 16
 PROMPT = [3, 1, 4, 1, 5]
@@ -152,7 +153,8 @@ async def test_tokens_are_distributed_as_the_target_alone_would(tiny_pair: tuple
     options = Options(
         target=target,
         draft=draft,
-        device="cpu",
+        device=SERVICE_DEVICE,
+        dtype="float32",
         log_directory=tmp_path,
         log_level="WARNING",
         verifier_flags=("--draft-timeout-seconds", "20"),
@@ -176,7 +178,9 @@ async def test_tokens_are_distributed_as_the_target_alone_would(tiny_pair: tuple
 async def test_the_statistic_sees_a_wrong_temperature(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
     """The check can fail: output sampled at temperature 1 is not that of temperature 0.85."""
     target, draft = tiny_pair
-    options = Options(target=target, draft=draft, device="cpu", log_directory=tmp_path, log_level="WARNING")
+    options = Options(
+        target=target, draft=draft, device=SERVICE_DEVICE, dtype="float32", log_directory=tmp_path, log_level="WARNING"
+    )
     async with LocalCluster(options) as cluster, AsyncClient(cluster.address) as client:
         outputs = await sample(client, CASES[0], NUM_REQUESTS, seed=7)
     expected = exact_marginals(target, Case("another temperature", 0.85, {}))
@@ -193,7 +197,8 @@ async def test_the_same_seed_gives_the_same_tokens_in_any_company(tiny_pair: tup
     options = Options(
         target=target,
         draft=draft,
-        device="cpu",
+        device=SERVICE_DEVICE,
+        dtype="float32",
         log_directory=tmp_path,
         log_level="WARNING",
         verifier_flags=("--draft-timeout-seconds", "20"),

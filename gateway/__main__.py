@@ -1,0 +1,33 @@
+"""`python -m gateway`: run the gateway until SIGTERM."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from engine.serving import run, set_up_logging
+from engine.settings import BadSettingsError
+from engine.telemetry import Telemetry
+from gateway.gateway import make_server
+from gateway.settings import GatewaySettings
+from gateway.tokenizer import Tokenizer
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the gateway; the process's exit status, 2 for bad settings."""
+    try:
+        settings = GatewaySettings.load(sys.argv[1:] if arguments is None else arguments, program="python -m gateway")
+        tokenizer = Tokenizer.from_directory(settings.tokenizer) if settings.tokenizer is not None else None
+        telemetry = Telemetry.from_environment("gateway")
+    except (BadSettingsError, ValueError) as error:
+        print(f"gateway: {error}", file=sys.stderr)
+        return 2
+    set_up_logging(settings.log_level, "gateway")
+    try:
+        return run(lambda: make_server(settings, tokenizer, telemetry))
+    finally:
+        telemetry.shutdown()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

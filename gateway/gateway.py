@@ -1,0 +1,65 @@
+"""The gateway put together: its parts, its life and its server."""
+
+from __future__ import annotations
+
+from engine.serving import Registration, Server
+from engine.telemetry import Telemetry
+from gateway.generation_service import GenerationService
+from gateway.generator import Generator
+from gateway.sequence_table import SequenceTable
+from gateway.served_model import ServedModel
+from gateway.settings import GatewaySettings
+from gateway.tokenizer import Tokenizer
+from gateway.verifier_pool import VerifierPool
+from outrider.v1 import generation_pb2, generation_pb2_grpc
+
+SERVICE_NAME = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
+
+
+class Gateway:
+    """What the gateway brings to its server; made on the event loop that serves it."""
+
+    def __init__(self, settings: GatewaySettings, tokenizer: Tokenizer | None, telemetry: Telemetry) -> None:
+        self._settings = settings
+        self._tokenizer = tokenizer
+        self._table = SequenceTable(settings.max_concurrent_sequences)
+        self._pool = VerifierPool(
+            settings.verifiers,
+            settings.drafters,
+            max_message_bytes=settings.max_message_bytes,
+            check_model=self._check_model,
+        )
+        generator = Generator(pool=self._pool, table=self._table, tokenizer=tokenizer, model_name=settings.model_name)
+        self.service = GenerationService(
+            generator,
+            self._pool,
+            telemetry=telemetry,
+            has_tokenizer=tokenizer is not None,
+            trace_prompts=settings.trace_prompts,
+        )
+
+    async def start(self) -> None:
+        """Return once a verifier is connected and, where drafters are configured, one is ready or was waited for."""
+        await self._pool.start(drafter_wait_seconds=self._settings.drafter_wait_seconds)
+
+    async def drain(self) -> None:
+        """Refuse new requests and return when the running ones are done."""
+        await self._table.drain()
+
+    async def stop(self) -> None:
+        """Close the links to the verifiers; requests that still run end with UNAVAILABLE."""
+        await self._pool.stop()
+
+    def _check_model(self, model: ServedModel) -> None:
+        if self._tokenizer is not None:
+            self._tokenizer.check_fits(model)
+
+
+def make_server(settings: GatewaySettings, tokenizer: Tokenizer | None, telemetry: Telemetry) -> Server:
+    """The gateway's server, not yet started."""
+    gateway = Gateway(settings, tokenizer, telemetry)
+
+    def add(server: object) -> None:
+        generation_pb2_grpc.add_GenerationServiceServicer_to_server(gateway.service, server)  # type: ignore[arg-type]
+
+    return Server(settings, gateway, [Registration(SERVICE_NAME, add)])

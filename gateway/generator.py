@@ -1,0 +1,182 @@
+"""Runs one request from its check to its last event; the same for every front that clients speak to."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+import uuid
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+
+import grpc
+
+from engine.errors import OutriderError
+from engine.wire import pack_tokens
+from gateway.output_text import OutputText
+from gateway.request_trace import RequestTrace
+from gateway.sequence import Sequence
+from gateway.sequence_table import SequenceTable
+from gateway.tokenizer import Tokenizer
+from gateway.validation import check_prompt, check_request
+from gateway.verifier_pool import Route, VerifierPool
+from outrider.v1 import generation_pb2, verifier_pb2
+
+logger = logging.getLogger(__name__)
+
+Event = generation_pb2.Started | generation_pb2.Chunk | generation_pb2.Finished
+
+# Statuses that say something about the verifier and nothing about the request: another verifier may do better.
+ELSEWHERE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
+
+
+class Generator:
+    """Generates completions: checks, tokenizes, routes, decodes, and turns tokens into text."""
+
+    def __init__(
+        self, *, pool: VerifierPool, table: SequenceTable, tokenizer: Tokenizer | None, model_name: str | None = None
+    ) -> None:
+        self._pool = pool
+        self._table = table
+        self._tokenizer = tokenizer
+        self._model_name = model_name
+
+    @property
+    def model_name(self) -> str:
+        """The model's name for clients. Raises UnavailableError before a verifier has connected."""
+        return self._model_name or self._pool.model.name
+
+    async def generate(
+        self, request: generation_pb2.GenerateRequest, request_trace: RequestTrace
+    ) -> AsyncGenerator[Event, None]:
+        """The events of one completion: Started, Chunks, Finished. Raises OutriderError.
+
+        Nothing comes before the verifier's first answer, so that a sequence it refuses can still go elsewhere. Closing
+        the generator at any point closes the sequence at the verifier.
+        """
+        arrived = time.monotonic()
+        with self._table.admit() as sequence_id:
+            check_request(request, self._pool.model, has_tokenizer=self._tokenizer is not None)
+            prompt_token_ids = await self._tokenize(request, request_trace)
+            detokenizer = self._tokenizer.detokenizer() if self._tokenizer is not None else None
+            output_text = OutputText(detokenizer, request.stopping.stop)
+            sequence = Sequence(
+                sequence_id, prompt_token_ids, output_text, arrived, has_token_texts=request.token_texts
+            )
+            self._table.add(sequence)
+            started = generation_pb2.Started(
+                request_id=request.request_id or uuid.uuid4().hex,
+                model=self.model_name,
+                num_prompt_tokens=len(prompt_token_ids),
+                seed=request.sampling.seed if request.sampling.HasField("seed") else secrets.randbits(63),
+            )
+            request_trace.requested(request, request_id=started.request_id, seed=started.seed)
+            async with aclosing(self._decode(request, sequence, started, request_trace)) as events:
+                async for event in events:
+                    yield event
+
+    async def _tokenize(self, request: generation_pb2.GenerateRequest, request_trace: RequestTrace) -> list[int]:
+        if request.WhichOneof("input") == "token_ids":
+            token_ids = list(request.token_ids.ids)
+            check_prompt("token_ids", token_ids, self._pool.model)
+            return token_ids
+        assert self._tokenizer is not None
+        began = time.time_ns()
+        token_ids = await self._tokenizer.encode(request.prompt)
+        request_trace.tokenized(began, time.time_ns(), len(token_ids))
+        check_prompt("prompt", token_ids, self._pool.model)
+        return token_ids
+
+    async def _decode(
+        self,
+        request: generation_pb2.GenerateRequest,
+        sequence: Sequence,
+        started: generation_pb2.Started,
+        request_trace: RequestTrace,
+    ) -> AsyncGenerator[Event, None]:
+        """Decode on the best verifier; on a second one when the first fails before anything was sent."""
+        route = self._pool.route(request.speculation.mode)
+        has_sent = False
+        try:
+            async with aclosing(self._decode_on(route, request, sequence, started, request_trace)) as events:
+                async for event in events:
+                    has_sent = True
+                    yield event
+            return
+        except OutriderError as error:
+            if has_sent or error.code not in ELSEWHERE:
+                raise
+            route.link.shun()
+            try:
+                route = self._pool.route(request.speculation.mode, without=(route.link,))
+            except OutriderError:
+                raise error from None
+            logger.info("request %r goes on to verifier %s: %s", started.request_id, route.link.address, error)
+            sequence.restart()
+        async with aclosing(self._decode_on(route, request, sequence, started, request_trace)) as events:
+            async for event in events:
+                yield event
+
+    async def _decode_on(
+        self,
+        route: Route,
+        request: generation_pb2.GenerateRequest,
+        sequence: Sequence,
+        started: generation_pb2.Started,
+        request_trace: RequestTrace,
+    ) -> AsyncGenerator[Event, None]:
+        request_trace.routed(route.link.address, route.drafter_address)
+        has_started = False
+        texts: list[str] = []
+        with self._pool.open(route, _opening(route, request, sequence, started, request_trace)) as decoding:
+            sequence.opened = time.monotonic()
+            while not sequence.is_over:
+                num_fallbacks = len(sequence.counts.fallbacks)
+                chunk = sequence.apply(await decoding.take())
+                if sequence.is_over:
+                    # At once, and not when a slow client has read the last events.
+                    decoding.close()
+                for fallback in sequence.counts.fallbacks[num_fallbacks:]:
+                    request_trace.fell_back(fallback)
+                if sequence.error is not None and not has_started and chunk is None:
+                    raise sequence.error
+                if not has_started:
+                    has_started = True
+                    yield started
+                if chunk is not None:
+                    if request_trace.has_prompts:
+                        texts.append(chunk.text)
+                    yield chunk
+        if sequence.error is not None:
+            raise sequence.error
+        finished = sequence.finished()
+        request_trace.finished(finished, started.model, "".join(texts))
+        yield finished
+
+
+def _opening(
+    route: Route,
+    request: generation_pb2.GenerateRequest,
+    sequence: Sequence,
+    started: generation_pb2.Started,
+    request_trace: RequestTrace,
+) -> verifier_pb2.OpenDecoding:
+    opening = verifier_pb2.OpenDecoding(
+        sequence_id=sequence.sequence_id,
+        token_ids=pack_tokens(sequence.prompt_token_ids + sequence.committed_token_ids),
+        num_prompt_tokens=len(sequence.prompt_token_ids),
+        sampling=request.sampling,
+        max_tokens=request.stopping.max_tokens,
+        stop_token_ids=request.stopping.stop_token_ids,
+        ignore_eos=request.stopping.ignore_eos,
+        drafter_address=route.drafter_address,
+        no_drafter_reason=route.no_drafter_reason,
+        max_draft_tokens=request.speculation.max_draft_tokens,
+        verification=request.speculation.verification,
+        traceparent=request_trace.traceparent,
+        request_id=started.request_id,
+    )
+    opening.sampling.seed = started.seed
+    if request.HasField("logprobs"):
+        opening.logprobs = request.logprobs
+    return opening

@@ -1,0 +1,164 @@
+"""The span of one request, with the attributes of OpenTelemetry's conventions for generative AI."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+from opentelemetry import trace
+from opentelemetry.trace import SpanKind, Status, StatusCode
+
+from engine.telemetry import Telemetry, context_of, traceparent_of
+from outrider.v1 import common_pb2, generation_pb2
+
+OPERATION = "text_completion"
+# Shorter tokenizations are not worth a span of their own.
+MIN_TOKENIZE_SPAN_NS = 1_000_000
+
+# The conventions' words; both kinds of stop token are a plain stop.
+FINISH_REASONS = {
+    generation_pb2.FINISH_REASON_EOS: "stop",
+    generation_pb2.FINISH_REASON_STOP_TOKEN: "stop",
+    generation_pb2.FINISH_REASON_STOP_STRING: "stop",
+    generation_pb2.FINISH_REASON_LENGTH: "length",
+}
+
+# What the conventions for RPC count as the server's own failure; the rest is the caller's affair.
+SERVER_FAULTS = frozenset(
+    {
+        grpc.StatusCode.UNKNOWN,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.UNIMPLEMENTED,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.DATA_LOSS,
+    }
+)
+
+
+@dataclass(frozen=True)
+class RequestTrace:
+    """Writes what happens to a request into its span; without a span every method does nothing."""
+
+    telemetry: Telemetry
+    span: trace.Span | None = None
+    has_prompts: bool = False
+
+    @classmethod
+    def start(
+        cls, telemetry: Telemetry, *, model: str, parent: str, attributes: Mapping[str, Any], has_prompts: bool = False
+    ) -> RequestTrace:
+        """Begin the span of a request below the client's `parent` traceparent, which may be empty."""
+        if not telemetry.is_enabled:
+            return cls(telemetry)
+        span = telemetry.tracer.start_span(
+            f"{OPERATION} {model}" if model else OPERATION,
+            context=context_of(parent),
+            kind=SpanKind.SERVER,
+            attributes={
+                "gen_ai.operation.name": OPERATION,
+                "gen_ai.provider.name": "outrider",
+                "gen_ai.request.model": model,
+                "gen_ai.request.stream": True,
+                **attributes,
+            },
+        )
+        return cls(telemetry, span, has_prompts)
+
+    @property
+    def traceparent(self) -> str:
+        """For the services below, so that their spans become this one's children; empty when nothing is traced."""
+        return "" if self.span is None else traceparent_of(self.span)
+
+    def requested(self, request: generation_pb2.GenerateRequest, *, request_id: str, seed: int) -> None:
+        """A request that passed the checks."""
+        if self.span is None:
+            return
+        sampling, stopping = request.sampling, request.stopping
+        attributes: dict[str, Any] = {"gen_ai.response.id": request_id, "gen_ai.request.seed": seed}
+        for name in ("temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty"):
+            if sampling.HasField(name):
+                # Conventions have all of these as doubles; a float32 is shown as it was meant.
+                attributes[f"gen_ai.request.{name}"] = float(f"{getattr(sampling, name):.7g}")
+        if stopping.HasField("max_tokens"):
+            attributes["gen_ai.request.max_tokens"] = stopping.max_tokens
+        if stopping.stop:
+            attributes["gen_ai.request.stop_sequences"] = list(stopping.stop)
+        self.span.set_attributes(attributes)
+        if self.has_prompts and request.prompt:
+            self.span.set_attribute("gen_ai.input.messages", _messages("user", request.prompt))
+
+    def tokenized(self, started_ns: int, ended_ns: int, num_tokens: int) -> None:
+        """The prompt was tokenized between these times of `time.time_ns`."""
+        if self.span is None or ended_ns - started_ns < MIN_TOKENIZE_SPAN_NS:
+            return
+        child = self.telemetry.tracer.start_span(
+            "tokenize",
+            context=trace.set_span_in_context(self.span),
+            start_time=started_ns,
+            attributes={"outrider.num_prompt_tokens": num_tokens},
+        )
+        child.end(ended_ns)
+
+    def routed(self, verifier: str, drafter: str) -> None:
+        """The services that the sequence was opened with; no drafter when empty."""
+        if self.span is None:
+            return
+        self.span.set_attribute("outrider.verifier", verifier)
+        if drafter:
+            self.span.set_attribute("outrider.drafter", drafter)
+
+    def fell_back(self, fallback: common_pb2.Fallback) -> None:
+        """The sequence went on without a drafter."""
+        if self.span is None:
+            return
+        reason = common_pb2.FallbackReason.Name(fallback.reason).removeprefix("FALLBACK_REASON_")
+        self.span.add_event(
+            "outrider.fallback",
+            {"outrider.fallback.reason": reason, "outrider.fallback.position": fallback.position},
+        )
+
+    def finished(self, finished: generation_pb2.Finished, model: str, text: str) -> None:
+        """The last message to the client; `text` is kept only where prompts are traced."""
+        if self.span is None:
+            return
+        speculation, timings = finished.speculation, finished.timings
+        reason = FINISH_REASONS[finished.finish_reason]
+        attributes: dict[str, Any] = {
+            "gen_ai.response.model": model,
+            "gen_ai.response.finish_reasons": [reason],
+            "gen_ai.usage.input_tokens": finished.usage.num_prompt_tokens,
+            "gen_ai.usage.output_tokens": finished.usage.num_output_tokens,
+            "outrider.num_steps": speculation.num_steps,
+            "outrider.num_draft_tokens": speculation.num_draft_tokens,
+            "outrider.num_accepted_tokens": speculation.num_accepted_tokens,
+            "outrider.num_accepted_per_position": list(speculation.num_accepted_per_position),
+            "outrider.queue_seconds": timings.queue_seconds,
+            "outrider.prefill_seconds": timings.prefill_seconds,
+            "outrider.time_to_first_token_seconds": timings.time_to_first_token_seconds,
+        }
+        if speculation.num_draft_tokens:
+            attributes["outrider.acceptance_rate"] = speculation.num_accepted_tokens / speculation.num_draft_tokens
+        if speculation.num_steps:
+            attributes["outrider.mean_acceptance_length"] = finished.usage.num_output_tokens / speculation.num_steps
+        self.span.set_attributes(attributes)
+        if self.has_prompts:
+            self.span.set_attribute("gen_ai.output.messages", _messages("assistant", text, finish_reason=reason))
+
+    def end(self, code: grpc.StatusCode, message: str = "") -> None:
+        """The call ended with this status."""
+        if self.span is None:
+            return
+        self.span.set_attribute("rpc.response.status_code", code.name)
+        if code is not grpc.StatusCode.OK:
+            self.span.set_attribute("error.type", code.name)
+        if code in SERVER_FAULTS:
+            self.span.set_status(Status(StatusCode.ERROR, message))
+        self.span.end()
+
+
+def _messages(role: str, text: str, **more: str) -> str:
+    return json.dumps([{"role": role, "parts": [{"type": "text", "content": text}], **more}], ensure_ascii=False)

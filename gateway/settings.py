@@ -1,0 +1,51 @@
+"""What the gateway can be told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import Field, field_validator
+from pydantic_settings import SettingsConfigDict
+
+from engine.settings import AddressList, ServiceSettings
+
+
+class GatewaySettings(ServiceSettings):
+    """Settings of `python -m gateway`: flags, then OUTRIDER_GATEWAY_* variables, then the file of `--config`."""
+
+    model_config = SettingsConfigDict(env_prefix="OUTRIDER_GATEWAY_")
+
+    listen: str = Field(default="127.0.0.1:50051", description="host:port to serve gRPC on; port 0 takes a free one")
+    verifiers: AddressList = Field(
+        min_length=1, description="verifiers to decode on, host:port each, comma-separated; all serve the same model"
+    )
+    drafters: AddressList = Field(
+        default=(), description="drafters that the verifiers may dial, host:port each, comma-separated"
+    )
+    tokenizer: Path | None = Field(
+        default=None,
+        description="model directory with tokenizer.json; without it prompts are token ids only",
+    )
+    model_name: str | None = Field(
+        default=None, min_length=1, description="name that clients see; default: the target model's own"
+    )
+    max_concurrent_sequences: int = Field(
+        default=1024, ge=1, description="most requests at a time; more are refused with RESOURCE_EXHAUSTED"
+    )
+    drafter_wait_seconds: float = Field(
+        default=5.0,
+        ge=0,
+        description="how long start-up waits for a drafter to be ready before serving without, seconds",
+    )
+    trace_prompts: bool = Field(default=False, description="write prompts and outputs into traces")
+
+    @field_validator("verifiers", "drafters")
+    @classmethod
+    def _check_addresses(cls, addresses: tuple[str, ...]) -> tuple[str, ...]:
+        for address in addresses:
+            host, _, port = address.rpartition(":")
+            if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
+                raise ValueError(f"{address!r} is not host:port")
+        if len(set(addresses)) != len(addresses):
+            raise ValueError("an address stands in the list twice")
+        return addresses

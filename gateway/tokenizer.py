@@ -1,0 +1,100 @@
+"""The target's tokenizer, read from tokenizer.json.
+
+Uses the `tokenizers` package alone: `transformers` would bring torch into a service that has no use for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from tokenizers import Tokenizer as HuggingFaceTokenizer
+
+from engine.errors import FailedPreconditionError
+from engine.fingerprint import tokenizer_fingerprint
+from engine.settings import BadSettingsError
+from gateway.detokenizer import Detokenizer, TokenKind
+from gateway.served_model import ServedModel
+
+# Characters that are tokenized on the event loop: about 1 ms. A thread costs less than a longer text holds up others.
+MAX_CHARACTERS_ON_LOOP = 2048
+
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
+
+
+class Tokenizer:
+    """Text to token ids and back."""
+
+    def __init__(self, tokenizer: HuggingFaceTokenizer, *, fingerprint: str = "") -> None:
+        # A tokenizer.json may carry the truncation and padding of its training: prompts are never cut in silence.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        self._tokenizer = tokenizer
+        self._fingerprint = fingerprint
+        added = tokenizer.get_added_tokens_decoder()
+        self._special = frozenset(token_id for token_id, token in added.items() if token.special)
+        self._kinds: dict[int, TokenKind] = {}
+        decoder = json.loads(tokenizer.to_str())["decoder"] or {}
+        types = [part["type"] for part in (decoder, *decoder.get("decoders", ()))]
+        self.has_byte_fallback = "ByteFallback" in types
+
+    @classmethod
+    def from_directory(cls, directory: Path) -> Tokenizer:
+        """The tokenizer of a model directory. Raises BadSettingsError when there is none."""
+        file = directory / "tokenizer.json"
+        if not file.is_file():
+            raise BadSettingsError(f"tokenizer: no file at {file}")
+        try:
+            return cls(HuggingFaceTokenizer.from_file(str(file)), fingerprint=tokenizer_fingerprint(directory))
+        except Exception as error:  # the package raises bare Exception for a file that does not parse
+            raise BadSettingsError(f"tokenizer: {file} is no tokenizer: {error}") from error
+
+    async def encode(self, text: str) -> list[int]:
+        """Token ids of a prompt, with the special tokens that the tokenizer's own template adds."""
+        if len(text) <= MAX_CHARACTERS_ON_LOOP:
+            return self._encode(text)
+        return await asyncio.to_thread(self._encode, text)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        """The text of token ids, special tokens skipped."""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return text
+
+    def kind(self, token_id: int) -> TokenKind:
+        """What a token means to the detokenizer."""
+        kind = self._kinds.get(token_id)
+        if kind is None:
+            kind = self._kinds[token_id] = self._classify(token_id)
+        return kind
+
+    def detokenizer(self) -> Detokenizer:
+        """A detokenizer for one sequence."""
+        return Detokenizer(self)
+
+    def check_fits(self, model: ServedModel) -> None:
+        """Raise FailedPreconditionError when the model was made for another tokenizer."""
+        if self._fingerprint and model.tokenizer_fingerprint and self._fingerprint != model.tokenizer_fingerprint:
+            raise FailedPreconditionError(
+                f"tokenizer_fingerprint: the gateway's tokenizer has {self._fingerprint}, "
+                f"the verifier's {model.tokenizer_fingerprint}"
+            )
+        num_ids = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        if num_ids > model.vocabulary_size:
+            raise FailedPreconditionError(
+                f"vocabulary_size: the gateway's tokenizer has {num_ids} token ids, the model {model.vocabulary_size}"
+            )
+
+    def _encode(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text).ids
+        return ids
+
+    def _classify(self, token_id: int) -> TokenKind:
+        token = self._tokenizer.id_to_token(token_id)
+        if not token or token_id in self._special:
+            return TokenKind.SILENT
+        if self.has_byte_fallback and _BYTE_TOKEN.fullmatch(token):
+            return TokenKind.BYTE
+        return TokenKind.TEXT

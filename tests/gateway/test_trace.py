@@ -1,0 +1,184 @@
+"""The span of a request: names, attributes, parent, events and how it ends."""
+
+from __future__ import annotations
+
+import json
+
+import grpc
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode
+
+from engine.telemetry import Telemetry
+from gateway.tokenizer import Tokenizer
+from outrider.v1 import common_pb2, generation_pb2, verifier_pb2
+from tests.gateway.fake_verifier import FakeVerifier, complete, eventually, running_gateway, token_ids, update
+
+LENGTH = generation_pb2.FINISH_REASON_LENGTH
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+PARENT = f"00-{TRACE_ID}-b7ad6b7169203331-01"
+REQUEST = generation_pb2.GenerateRequest(token_ids=token_ids(1))
+
+
+@pytest.fixture
+def exporter() -> InMemorySpanExporter:
+    return InMemorySpanExporter()
+
+
+@pytest.fixture
+def telemetry(exporter: InMemorySpanExporter) -> Telemetry:
+    provider = TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    return Telemetry.from_provider(provider)
+
+
+async def only_span(exporter: InMemorySpanExporter) -> ReadableSpan:
+    """The one span of kind SERVER, once it has ended."""
+    await eventually(lambda: len(exporter.get_finished_spans()) > 0)
+    (span,) = (span for span in exporter.get_finished_spans() if span.kind is SpanKind.SERVER)
+    return span
+
+
+def script(message: verifier_pb2.OpenDecoding) -> list[verifier_pb2.SequenceUpdate]:
+    fallback = common_pb2.Fallback(reason=common_pb2.FALLBACK_REASON_DRAFTER_LOST, position=4)
+    return [
+        update(message.sequence_id, [70, 71, 72], drafted=4, accepted=2),
+        update(message.sequence_id, [73], finish=LENGTH, fallbacks=[fallback]),
+    ]
+
+
+async def test_span_of_a_completed_request(
+    verifier: FakeVerifier, tokenizer: Tokenizer, telemetry: Telemetry, exporter: InMemorySpanExporter
+) -> None:
+    verifier.script = script
+    async with running_gateway(verifier, tokenizer=tokenizer, telemetry=telemetry, trace_prompts=True) as running:
+        request = generation_pb2.GenerateRequest(
+            prompt="The fox",
+            request_id="r-1",
+            sampling=common_pb2.SamplingParameters(temperature=0.7, top_p=0.9, top_k=5, seed=12),
+            stopping=generation_pb2.StoppingParameters(max_tokens=4, stop=["never"]),
+        )
+        call = running.stub.Generate(request, metadata=(("traceparent", PARENT),))
+        text = "".join([response.chunk.text async for response in call])
+        message = await verifier.next_open()
+    span = await only_span(exporter)
+    assert span.name == "text_completion fake"
+    assert format(span.context.trace_id, "032x") == TRACE_ID
+    assert span.parent is not None
+    assert format(span.parent.span_id, "016x") == "b7ad6b7169203331"
+    # Verifier and drafter hang their spans below this one.
+    assert message.traceparent == f"00-{TRACE_ID}-{span.context.span_id:016x}-01"
+    attributes = dict(span.attributes or {})
+    expected = {
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "outrider",
+        "gen_ai.request.model": "fake",
+        "gen_ai.request.stream": True,
+        "gen_ai.request.temperature": 0.7,
+        "gen_ai.request.top_p": 0.9,
+        "gen_ai.request.top_k": 5,
+        "gen_ai.request.seed": 12,
+        "gen_ai.request.max_tokens": 4,
+        "gen_ai.request.stop_sequences": ("never",),
+        "gen_ai.response.id": "r-1",
+        "gen_ai.response.model": "fake",
+        "gen_ai.response.finish_reasons": ("length",),
+        "gen_ai.usage.input_tokens": message.num_prompt_tokens,
+        "gen_ai.usage.output_tokens": 4,
+        "rpc.system.name": "grpc",
+        "rpc.method": "outrider.v1.GenerationService/Generate",
+        "rpc.response.status_code": "OK",
+        "outrider.verifier": verifier.address,
+        "outrider.num_steps": 2,
+        "outrider.num_draft_tokens": 4,
+        "outrider.num_accepted_tokens": 2,
+        "outrider.num_accepted_per_position": (1, 1, 0, 0),
+        "outrider.acceptance_rate": 0.5,
+        "outrider.mean_acceptance_length": 2.0,
+    }
+    assert {key: attributes.get(key) for key in expected} == expected
+    assert "error.type" not in attributes
+    assert span.status.status_code is StatusCode.UNSET
+    (event,) = span.events
+    assert event.name == "outrider.fallback"
+    assert dict(event.attributes or {}) == {
+        "outrider.fallback.reason": "DRAFTER_LOST",
+        "outrider.fallback.position": 4,
+    }
+    assert json.loads(str(attributes["gen_ai.input.messages"]))[0]["parts"][0]["content"] == "The fox"
+    assert json.loads(str(attributes["gen_ai.output.messages"]))[0]["parts"][0]["content"] == text != ""
+
+
+async def test_prompts_stay_out_of_traces_by_default(
+    verifier: FakeVerifier, tokenizer: Tokenizer, telemetry: Telemetry, exporter: InMemorySpanExporter
+) -> None:
+    verifier.script = script
+    async with running_gateway(verifier, tokenizer=tokenizer, telemetry=telemetry) as running:
+        await complete(running, prompt="secret")
+    span = await only_span(exporter)
+    assert "secret" not in span.to_json()
+    assert "gen_ai.output.messages" not in (span.attributes or {})
+
+
+async def test_aborted_request(verifier: FakeVerifier, telemetry: Telemetry, exporter: InMemorySpanExporter) -> None:
+    async with running_gateway(verifier, telemetry=telemetry) as running:
+        with pytest.raises(grpc.aio.AioRpcError):
+            await complete(running, token_ids=token_ids())
+        bad = await only_span(exporter)
+        exporter.clear()
+        call = running.stub.Generate(REQUEST)
+        await verifier.next_open()
+        verifier.break_stream()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await call.read()
+        lost = await only_span(exporter)
+    assert (bad.attributes or {})["error.type"] == "INVALID_ARGUMENT"
+    assert (bad.attributes or {})["rpc.response.status_code"] == "INVALID_ARGUMENT"
+    # The caller's mistake is no error of the server.
+    assert bad.status.status_code is StatusCode.UNSET
+    assert (lost.attributes or {})["error.type"] == "UNAVAILABLE"
+    assert lost.status.status_code is StatusCode.ERROR
+    assert "lost the verifier" in str(lost.status.description)
+
+
+async def test_cancelled_and_late_requests(
+    verifier: FakeVerifier, telemetry: Telemetry, exporter: InMemorySpanExporter
+) -> None:
+    async with running_gateway(verifier, telemetry=telemetry) as running:
+        call = running.stub.Generate(REQUEST, timeout=30)
+        await verifier.next_open()
+        call.cancel()
+        cancelled = await only_span(exporter)
+        exporter.clear()
+        call = running.stub.Generate(REQUEST, timeout=0.2)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await call.read()
+        late = await only_span(exporter)
+    assert (cancelled.attributes or {})["error.type"] == "CANCELLED"
+    assert cancelled.status.status_code is StatusCode.UNSET
+    assert (late.attributes or {})["error.type"] == "DEADLINE_EXCEEDED"
+    assert late.status.status_code is StatusCode.ERROR
+
+
+async def test_long_tokenization_has_a_span_of_its_own(
+    verifier: FakeVerifier, tokenizer: Tokenizer, telemetry: Telemetry, exporter: InMemorySpanExporter
+) -> None:
+    verifier.identity.max_length = 0
+    verifier.script = script
+    async with running_gateway(verifier, tokenizer=tokenizer, telemetry=telemetry) as running:
+        completion = await complete(running, prompt="The quick brown fox " * 5000)
+    span = await only_span(exporter)
+    (child,) = (one for one in exporter.get_finished_spans() if one.name == "tokenize")
+    assert child.parent is not None
+    assert child.parent.span_id == span.context.span_id
+    assert (child.attributes or {})["outrider.num_prompt_tokens"] == completion.started.num_prompt_tokens
+
+
+async def test_nothing_is_traced_when_nobody_listens(verifier: FakeVerifier) -> None:
+    verifier.script = script
+    async with running_gateway(verifier) as running:
+        call = running.stub.Generate(REQUEST, metadata=(("traceparent", PARENT),))
+        assert [response.WhichOneof("event") async for response in call][-1] == "finished"
+    assert (await verifier.next_open()).traceparent == ""
