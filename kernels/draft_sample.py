@@ -12,7 +12,8 @@ import torch
 
 from kernels.arguments import check_logits, check_shaping, check_tensor
 from kernels.dispatch import runs_triton
-from kernels.integer_weights import WEIGHT_TOTAL, exponential_weights, sanitized
+from kernels.integer_weights import exponential_weights, sanitized
+from kernels.limits import WEIGHT_TOTAL
 from kernels.random import Purpose, keyed_words
 from kernels.shape_logits import logit_thresholds
 
@@ -26,12 +27,12 @@ class DraftSample:
 
     token_ids: torch.Tensor  # [batch] int32
     candidate_ids: torch.Tensor  # [batch, m] int32, most likely first, lower id first among equals
-    candidate_weights: torch.Tensor  # [batch, m] int32, summing to 65,536; all 0: the token was certain
+    candidate_weights: torch.Tensor  # [batch, m] int32 below 65,536 and summing to it; all 0: the token was certain
 
 
 def draft_sample(
     logits: torch.Tensor,  # [batch, vocab_size] float32, bfloat16 or float16
-    temperature: torch.Tensor,  # [batch] float32; 0: greedy
+    temperature: torch.Tensor,  # [batch] float32, finite; 0: greedy
     seeds: torch.Tensor,  # [batch] int64, the bit pattern of a uint64
     positions: torch.Tensor,  # [batch] int64: of the token to be drawn
     *,
@@ -43,9 +44,10 @@ def draft_sample(
     """Draw one token a sequence, with DRAFT noise, from the most likely num_candidates tokens.
 
     The candidates' probabilities are rounded to integers that sum to 65,536 by largest remainders. Slots that the
-    vocabulary cannot fill have id 0 and weight 0. At temperature 0, and where no logit is finite, the token is the most
-    likely candidate and all weights are 0. NaN logits count as impossible; a row with num_candidates or more of them may
-    lose its other tokens. Raises ValueError, naming the argument, when shapes or types do not fit.
+    vocabulary cannot fill have id 0 and weight 0. At temperature 0, where no logit is finite and where one candidate
+    would take all the weight, the token is the most likely candidate and all weights are 0. NaN logits count as
+    impossible; a row with num_candidates or more of them may lose its other tokens. Raises ValueError, naming the
+    argument, when shapes or types do not fit.
     """
     check_logits("logits", logits)
     batch_size, vocab_size = logits.shape
@@ -82,9 +84,11 @@ def reference_draft_sample(
     maxima = values[:, 0]
     if thresholds is not None:
         values = torch.where(values >= thresholds.unsqueeze(1), values, -torch.inf)
-    is_random = (temperature > 0) & (maxima > -torch.inf)
     weights = exponential_weights(values, maxima, torch.where(temperature > 0, temperature, 1.0)).long()
-    weights = torch.where(is_random.unsqueeze(1), _rounded(weights), 0)
+    weights = _rounded(weights)
+    # A token that takes everything is certain, which is written as no weight at all: 65,536 does not fit in 16 bits.
+    is_random = (temperature > 0) & (maxima > -torch.inf) & (weights[:, 0] < WEIGHT_TOTAL)
+    weights = torch.where(is_random.unsqueeze(1), weights, 0)
 
     words = keyed_words(seeds, positions, torch.full_like(positions, Purpose.DRAFT))
     draws = words[:, :1] >> 16

@@ -1,10 +1,10 @@
 """Probabilities as integers, which is how sampling here stays exact.
 
-Within a block of BLOCK_SIZE tokens a token weighs floor(2**40 * exp((logit - maximum of the block) / temperature)). Sums
+Within a block of BLOCK_SIZE tokens a token weighs floor(2**40 * exp((logit - the block's maximum) / temperature)). Sums
 of such weights are exact whatever their order, so a block's weight is precisely the sum of its tokens' weights, however
 a GPU splits the work, and a token of weight 0 can never be drawn: the cumulative sum does not move there. A token is
-drawn in two stages, first the block, then the token within it, each with its own uniform. The numbers stay below 2**53,
-so that float64 holds them exactly too.
+drawn in two stages, first the block, then the token within it, each with its own uniform. The numbers stay within
+2**53, so that float64 holds them exactly too.
 """
 
 from __future__ import annotations
@@ -19,13 +19,11 @@ WEIGHT_BITS = 40
 """A block's most likely token weighs 2**WEIGHT_BITS."""
 MASS_BITS = 44
 """The heaviest block weighs 2**MASS_BITS in the choice among blocks, of which there may be 512."""
-WEIGHT_TOTAL = 65536
-"""What the weights of a draft token's candidates sum to."""
 
 LARGEST_LOGIT = torch.finfo(torch.float32).max
 # The exponent below which a weight is 0. Clamping to it changes nothing, but exp is many times slower on infinities.
 _SMALLEST_EXPONENT = -28.5
-_CHUNK_SIZE = 1 << 17
+_CHUNK_SIZE = 1 << 18
 
 
 def sanitized(logits: torch.Tensor) -> torch.Tensor:

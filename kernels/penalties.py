@@ -51,12 +51,12 @@ class TokenHistory:
     ) -> tuple[IntArray, npt.NDArray[np.bool_], IntArray, npt.NDArray[np.float32]]:
         """Token ids, whether each is in the prompt, its count in the output, its bias; drafted tokens included."""
         added = [token_id for token_id in dict.fromkeys(map(int, draft_token_ids)) if token_id not in self._slots]
-        nothing = [0] * len(added)
+        absent = [False] * len(added)
         return (
             np.array(self._token_ids + added, dtype=np.int32),
-            np.array(self._in_prompt + nothing, dtype=np.bool_),
-            np.array(self._output_counts + nothing, dtype=np.int32),
-            np.array(self._biases + nothing, dtype=np.float32),
+            np.array(self._in_prompt + absent, dtype=np.bool_),
+            np.array(self._output_counts + absent, dtype=np.int32),
+            np.array(self._biases + absent, dtype=np.float32),
         )
 
 

@@ -1,4 +1,4 @@
-"""Counter-based random numbers: the same (seed, position, purpose) gives the same number whatever batch, row or replica.
+"""Counter-based random numbers: the same (seed, position, purpose) gives the same number in whatever batch or replica.
 
 The generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
 """
@@ -93,7 +93,7 @@ def _philox(counter: _Counter, key: tuple[torch.Tensor, torch.Tensor]) -> _Count
 
 
 def _multiply(word: torch.Tensor, multiplier: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """High and low word of a 32 x 32 bit product. The multiplier is taken in halves: a whole product overflows int64."""
+    """High and low word of a 32 x 32 bit product, the multiplier taken in halves: the whole overflows int64."""
     upper = word * (multiplier >> 16)
     lower = word * (multiplier & 0xFFFF)
     high = (upper + (lower >> 16)) >> 16

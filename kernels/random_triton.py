@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def philox_words(seed, position, purpose):
-    """Four uint32 words of the key (seed int64, position int64, purpose); see RANDOM_SCHEME for the order of the words."""
+    """Four uint32 words keyed by (seed int64, position int64, purpose), as RANDOM_SCHEME describes."""
     low = (position & 0xFFFFFFFF).to(tl.uint32)
     high = ((position >> 32) & 0xFFFFFFFF).to(tl.uint32)
     zero = low * 0

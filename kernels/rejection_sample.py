@@ -12,15 +12,11 @@ import torch
 
 from kernels.arguments import check_logits, check_shaping, check_tensor
 from kernels.dispatch import runs_triton
-from kernels.integer_weights import BLOCK_SIZE, WEIGHT_TOTAL
+from kernels.integer_weights import BLOCK_SIZE
+from kernels.limits import MAX_DRAFT_TOKENS
 from kernels.penalties import Penalties
 from kernels.rejection_sample_reference import reference_rejection_sample
 from kernels.shape_logits import apply_penalties, logit_thresholds
-
-__all__ = ["MAX_DRAFT_TOKENS", "WEIGHT_TOTAL", "RejectionSample", "rejection_sample"]
-
-MAX_DRAFT_TOKENS = 32
-"""Most draft tokens of one sequence in one step."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +33,7 @@ def rejection_sample(
     draft_token_ids: torch.Tensor,  # [total_draft] int32
     candidate_ids: torch.Tensor,  # [total_draft, m] int32
     candidate_weights: torch.Tensor,  # [total_draft, m] int32, in units of 1/65,536
-    temperature: torch.Tensor,  # [batch] float32; 0: greedy
+    temperature: torch.Tensor,  # [batch] float32, finite; 0: greedy
     seeds: torch.Tensor,  # [batch] int64, the bit pattern of a uint64
     positions: torch.Tensor,  # [batch] int64: of the token that each sequence's first row decides
     *,

@@ -1,4 +1,4 @@
-"""`kernels.rejection_sample` in plain torch: the truth that the Triton kernels are held to, and what CPU serving runs."""
+"""`kernels.rejection_sample` in plain torch: what the Triton kernels are held to, and what CPU serving runs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import torch
 from torch.nn.functional import pad
 
-from kernels.integer_weights import MASS_BITS, WEIGHT_TOTAL, choose, exponential_weights, row_chunks
+from kernels.integer_weights import MASS_BITS, choose, exponential_weights, row_chunks
+from kernels.limits import WEIGHT_TOTAL
 from kernels.random import Purpose, keyed_words, uniforms
 from kernels.shape_logits import PenalizedLogits
 
@@ -65,18 +66,12 @@ def reference_rejection_sample(
         recovers = num_accepted < num_draft
         noise_purposes = torch.where(recovers, Purpose.RECOVER, Purpose.BONUS)
         token_noise, block_noise = uniforms(keyed_words(seeds, positions + num_accepted, noise_purposes))
-        left = target.weights[final_rows].double().flatten(1)  # [batch, num_blocks * block_size]
-        recovering = torch.nonzero(recovers).squeeze(1)
-        rejected = (first_draft + num_accepted)[recovering]
-        ids = candidates.ids[rejected]
-        covers = target.covers(final_rows[recovering], ids, candidates.weights[rejected])
-        places = recovering.unsqueeze(1) * left.shape[1] + ids
-        left.view(-1).scatter_add_(0, places.flatten(), -covers.flatten()).clamp_min_(0)
-        # p = q up to rounding leaves nothing behind: then p is as good as the residual.
-        is_empty = left.sum(dim=1) == 0
-        if is_empty.any():
-            left[is_empty] = target.weights[final_rows[is_empty]].double().flatten(1)
-        sampled = target.sample(final_rows, left, token_noise, block_noise)
+        rejected = torch.where(recovers, first_draft + num_accepted, 0)
+        if total_draft:
+            ids, weights = candidates.ids[rejected], candidates.weights[rejected] * recovers.unsqueeze(1)
+        else:
+            ids, weights = (torch.zeros(batch_size, 1, dtype=torch.int64) for _ in range(2))
+        sampled = target.sample(final_rows, ids, weights, token_noise, block_noise)
         final_tokens = torch.where(is_random, sampled, final_tokens)
 
     token_ids = torch.full((batch_size, width), -1, dtype=torch.int32)
@@ -134,16 +129,17 @@ class _Target:
         padding = -vocab_size % self._block_size
         num_blocks = (vocab_size + padding) // self._block_size
         # Each block's weights are in a unit of its own.
-        self.weights = torch.empty(num_rows, num_blocks, self._block_size)
+        self._weights = torch.empty(num_rows, num_blocks, self._block_size)
         # A block's unit in terms of the row's largest.
-        self.units = torch.zeros(num_rows, num_blocks, dtype=torch.float64)
+        self._units = torch.zeros(num_rows, num_blocks, dtype=torch.float64)
+        self._block_weights = torch.zeros(num_rows, num_blocks, dtype=torch.float64)
         self.totals = torch.zeros(num_rows, dtype=torch.float64)
         self.argmax = torch.empty(num_rows, dtype=torch.int64)
         for chunk in row_chunks(num_rows, vocab_size):
             dense = logits.dense(chunk)
             self.argmax[chunk] = torch.from_numpy(dense.numpy().argmax(axis=1))  # several times faster than torch's
             if not (temperatures[chunk] > 0).any():
-                self.weights[chunk] = 0
+                self._weights[chunk] = 0
                 continue
             divisors = torch.where(temperatures[chunk] > 0, temperatures[chunk], 1.0).unsqueeze(1)
             blocks = (pad(dense, (0, padding), value=-torch.inf) if padding else dense).view(
@@ -156,9 +152,10 @@ class _Target:
                 weights.mul_(blocks.sub_(thresholds[chunk, None, None]).ge_(0))
             maxima = block_maxima.amax(dim=1, keepdim=True)
             maxima = torch.where(maxima == -torch.inf, 0.0, maxima)
-            self.weights[chunk] = weights
-            self.units[chunk] = ((block_maxima - maxima) / divisors).exp()
-            self.totals[chunk] = (weights.double().sum(dim=2) * self.units[chunk]).sum(dim=1)
+            self._weights[chunk] = weights
+            self._units[chunk] = ((block_maxima - maxima) / divisors).exp()
+            self._block_weights[chunk] = weights.double().sum(dim=2)
+            self.totals[chunk] = (self._block_weights[chunk] * self._units[chunk]).sum(dim=1)
 
     def token_masses(
         self,
@@ -168,7 +165,34 @@ class _Target:
         """p of tokens, times the row's total."""
         return self._token_weights(rows, token_ids) * self._token_units(rows, token_ids)
 
-    def covers(
+    def sample(
+        self,
+        rows: torch.Tensor,  # [n] int64
+        candidate_ids: torch.Tensor,  # [n, m] int64
+        candidate_weights: torch.Tensor,  # [n, m] int64: q, all 0 to sample from p
+        token_noise: torch.Tensor,  # [n] float64
+        block_noise: torch.Tensor,  # [n] float64
+    ) -> torch.Tensor:  # [n] int64
+        """Draw from the positive part of p - q: first a block, then a token within it."""
+        candidate_blocks = candidate_ids // self._block_size
+        covers = self._covers(rows, candidate_ids, candidate_weights)
+        left = self._block_weights[rows].scatter_add_(1, candidate_blocks, -covers).clamp_min_(0)
+        # p = q up to rounding leaves nothing behind: then p is as good as the residual.
+        is_empty = left.sum(dim=1, keepdim=True) == 0
+        left = torch.where(is_empty, self._block_weights[rows], left)
+        covers = torch.where(is_empty, 0.0, covers)
+        blocks = torch.zeros_like(rows)
+        if left.shape[1] > 1:
+            masses = left * self._units[rows]
+            heaviest = masses.amax(dim=1, keepdim=True)
+            heaviest = torch.where(heaviest > 0, heaviest, 1.0)
+            blocks = choose((masses / heaviest * 2.0**MASS_BITS).floor_(), block_noise)
+        covers.mul_(candidate_blocks == blocks.unsqueeze(1))
+        weights = self._weights[rows, blocks].double()
+        weights.scatter_add_(1, candidate_ids % self._block_size, -covers).clamp_min_(0)
+        return blocks * self._block_size + choose(weights, token_noise)
+
+    def _covers(
         self,
         rows: torch.Tensor,  # [n] int64
         candidate_ids: torch.Tensor,  # [n, m] int64
@@ -176,31 +200,14 @@ class _Target:
     ) -> torch.Tensor:  # [n, m] float64, integers
         """min(p, q) of candidates as integer weights in the units of their blocks."""
         shares = candidate_weights * self.totals[rows].unsqueeze(1) / WEIGHT_TOTAL
-        token_weights = self._token_weights(rows, candidate_ids)
-        # A unit of 0 is a block too unlikely to be drawn from: whatever is covered there makes no difference.
-        shares = (shares / self._token_units(rows, candidate_ids)).nan_to_num_(nan=0.0, posinf=2.0**53)
-        return torch.minimum(token_weights, shares.floor_())
-
-    def sample(
-        self,
-        rows: torch.Tensor,  # [n] int64
-        weights: torch.Tensor,  # [n, num_blocks * block_size] float64: what is left of the rows' weights
-        token_noise: torch.Tensor,  # [n] float64
-        block_noise: torch.Tensor,  # [n] float64
-    ) -> torch.Tensor:  # [n] int64
-        """Draw a block, then a token within it."""
-        blocks = weights.view(len(rows), -1, self._block_size)
-        if blocks.shape[1] == 1:
-            return choose(blocks[:, 0], token_noise)
-        masses = blocks.sum(dim=2) * self.units[rows]
-        heaviest = masses.amax(dim=1, keepdim=True)
-        heaviest = torch.where(heaviest > 0, heaviest, 1.0)
-        block = choose((masses / heaviest * 2.0**MASS_BITS).floor_(), block_noise)
-        return block * self._block_size + choose(blocks[torch.arange(len(rows)), block], token_noise)
+        units = self._token_units(rows, candidate_ids)
+        # A unit of 0 is a block too unlikely to be drawn: whatever is covered there makes no difference.
+        shares /= torch.where(units > 0, units, 1.0)
+        return torch.minimum(self._token_weights(rows, candidate_ids), shares).floor_()
 
     def _token_weights(self, rows: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
         blocks = token_ids // self._block_size
-        return self.weights[rows.unsqueeze(1), blocks, token_ids % self._block_size].double()
+        return self._weights[rows.unsqueeze(1), blocks, token_ids % self._block_size].double()
 
     def _token_units(self, rows: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        return self.units[rows.unsqueeze(1), token_ids // self._block_size]
+        return self._units[rows.unsqueeze(1), token_ids // self._block_size]

@@ -1,7 +1,7 @@
 """Shapes raw logits into the distribution to sample from: penalties and bias, temperature, top-k, top-p, min-p.
 
-The filters run in the order of Hugging Face transformers and are all expressed as one logit a row: tokens at or above it
-keep a probability in proportion to exp(logit / temperature), the rest have none. Ties at the edge are all kept.
+The filters run in the order of Hugging Face transformers and are all expressed as one logit a row: tokens at or above
+it keep a probability in proportion to exp(logit / temperature), the rest have none. Ties at the edge are all kept.
 """
 
 from __future__ import annotations
@@ -139,11 +139,11 @@ def _sorted_thresholds(
 ) -> torch.Tensor:  # [num_rows] float32
     """Thresholds of top-k and top-p by sorting what can lie above them."""
     maxima = logits.amax(dim=1)
-    totals = torch.zeros(len(maxima), dtype=torch.float64)
     only_top_p = top_k == 0
+    # Rows with top-k pay for this sum too unless there are no others: picking rows out would copy them.
+    totals = torch.zeros(len(maxima), dtype=torch.float64)
     if only_top_p.any():
-        weights = exponential_weights(logits[only_top_p], maxima[only_top_p], temperatures[only_top_p])
-        totals[only_top_p] = weights.double().sum(dim=1)
+        totals = exponential_weights(logits, maxima, temperatures).double().sum(dim=1)
     bounds = _lower_bounds(logits, maxima, temperatures, top_k, top_p, totals)
     values = _sorted_above(logits, bounds)
     weights = exponential_weights(values, maxima, temperatures).double()
@@ -189,15 +189,15 @@ def _sorted_above(
     bounds: torch.Tensor,  # [num_rows] float32
 ) -> torch.Tensor:  # [num_rows, width] float32
     """Each row's logits at or above its bound in descending order, padded with -inf."""
-    keep = (logits >= bounds.unsqueeze(1)).numpy()
-    counts = keep.sum(axis=1)
+    num_rows, vocab_size = logits.shape
+    places = np.flatnonzero((logits >= bounds.unsqueeze(1)).numpy())
+    rows = places // vocab_size
+    counts = np.bincount(rows, minlength=num_rows)
     width = max(int(counts.max()), 1)
-    if 2 * width > logits.shape[1]:
+    if 2 * width > vocab_size:
         return _sort_descending(logits)
-    places = np.flatnonzero(keep)
     starts = counts.cumsum() - counts
-    rows = places // logits.shape[1]
-    values = np.full((logits.shape[0], width), -np.inf, dtype=np.float32)
+    values = np.full((num_rows, width), -np.inf, dtype=np.float32)
     values[rows, np.arange(len(places)) - starts[rows]] = logits.contiguous().view(-1).numpy()[places]
     return _sort_descending(torch.from_numpy(values))
 
@@ -212,21 +212,27 @@ def _penalize(
     penalties: Penalties,
     draft_token_ids: torch.Tensor,  # [total_draft] int32
 ) -> None:
-    vocab_size = replacements.shape[1]
-    for sequence, (start, end) in enumerate(zip(penalties.cu_entries[:-1], penalties.cu_entries[1:], strict=True)):
-        entries = torch.arange(int(start), int(end))
-        entries = entries[(penalties.token_ids[entries] >= 0) & (penalties.token_ids[entries] < vocab_size)]
-        token_ids = penalties.token_ids[entries]
-        rows = torch.nonzero(penalties.row_sequences == sequence).squeeze(1)
-        draft_start = int(penalties.draft_starts[sequence])
-        drafted = draft_token_ids[draft_start : draft_start + len(rows) - 1]
-        counts = penalties.output_counts[entries].repeat(len(rows), 1)  # [rows, entries]
-        counts[1:] += (drafted.unsqueeze(1) == token_ids).int().cumsum(dim=0, dtype=torch.int32)
+    row_sequences = penalties.row_sequences.long()
+    num_entries = penalties.cu_entries.diff().long()[row_sequences]
+    # One element for each entry in each row of its sequence.
+    rows = torch.arange(len(row_sequences)).repeat_interleave(num_entries)
+    sequences = row_sequences[rows]
+    places = torch.arange(len(rows)) - (num_entries.cumsum(dim=0) - num_entries)[rows]
+    entries = penalties.cu_entries[sequences] + places
+    is_valid = (penalties.token_ids[entries] >= 0) & (penalties.token_ids[entries] < replacements.shape[1])
+    rows, sequences, entries = rows[is_valid], sequences[is_valid], entries[is_valid]
+    token_ids = penalties.token_ids[entries].long()
 
-        logits = replacements[rows.unsqueeze(1), token_ids.long()]
-        repetition = penalties.repetition_penalties[sequence]
-        repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
-        logits = torch.where((counts > 0) | penalties.in_prompt[entries], repeated, logits)
-        logits -= penalties.frequency_penalties[sequence] * counts
-        logits -= penalties.presence_penalties[sequence] * (counts > 0)
-        replacements[rows.unsqueeze(1), token_ids.long()] = logits + penalties.biases[entries]
+    counts = penalties.output_counts[entries]
+    row_steps, draft_starts = penalties.row_steps[rows], penalties.draft_starts[sequences]
+    for step in range(int(penalties.row_steps.max())):
+        drafted = draft_token_ids[(draft_starts + step).clamp_max_(len(draft_token_ids) - 1)]
+        counts += (row_steps > step) & (drafted == token_ids)
+
+    logits = replacements[rows, token_ids]
+    repetition = penalties.repetition_penalties[sequences]
+    repeated = torch.where(logits > 0, logits / repetition, logits * repetition)
+    logits = torch.where((counts > 0) | penalties.in_prompt[entries], repeated, logits)
+    logits -= penalties.frequency_penalties[sequences] * counts
+    logits -= penalties.presence_penalties[sequences] * (counts > 0)
+    replacements[rows, token_ids] = logits + penalties.biases[entries]

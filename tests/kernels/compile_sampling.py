@@ -1,0 +1,97 @@
+"""Compile the sampling kernels for sm_90 without a GPU, as the public functions launch them; prints a summary as JSON.
+
+A program of its own, because Triton either interprets or compiles in one process.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from kernels.dispatch import interpreted_kernels
+from kernels.draft_sample import draft_sample
+from kernels.random import Purpose, random_words
+from tests.kernels.sampling_cases import Case, make_case
+
+HOPPER = GPUTarget("cuda", 90, 32)
+TYPES = {
+    torch.float32: "*fp32",
+    torch.bfloat16: "*bf16",
+    torch.float16: "*fp16",
+    torch.int32: "*i32",
+    torch.int64: "*i64",
+    torch.bool: "*i1",
+}
+compiled: dict[str, dict[str, int]] = {}
+
+
+def compile_launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+    """Stands in for a launch: compile the kernel for the arguments' types, as Triton would specialise it."""
+    values = dict(zip(kernel.arg_names, args, strict=False)) | {
+        name: value for name, value in kwargs.items() if name in kernel.arg_names
+    }
+    options = {name: value for name, value in kwargs.items() if name not in kernel.arg_names}
+    signature, constants, attributes = {}, {}, {}
+    for place, parameter in enumerate(kernel.params):
+        value = values[parameter.name]
+        if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
+            signature[parameter.name] = "constexpr"
+            constants[parameter.name] = value
+            continue
+        signature[parameter.name] = TYPES[value.dtype] if isinstance(value, torch.Tensor) else "i32"
+        if isinstance(value, torch.Tensor) or value % 16 == 0:
+            attributes[(place,)] = [["tt.divisibility", 16]]
+    key = f"{kernel.__name__} {sorted(signature.items())} {sorted(constants.items(), key=str)} {options}"
+    if key not in compiled:
+        binary = triton.compile(ASTSource(kernel, signature, constants, attributes), target=HOPPER, options=options)
+        assert binary.asm["cubin"]
+        ptx = binary.asm["ptx"]
+        compiled[key] = {"shared_bytes": int(binary.metadata.shared), "has_local_memory": int("ld.local" in ptx)}
+
+
+def cases() -> Iterator[Case]:
+    yield make_case([0, 4, 2, 3], 128_256, dtype=torch.bfloat16, num_candidates=64)
+    yield make_case([0, 4, 2, 3], 128_256, dtype=torch.bfloat16, num_candidates=64, has_filters=True)
+    yield make_case([0, 32], 4_097, dtype=torch.float16, has_filters=True, has_penalties=True)
+    yield make_case([0, 0], 16)
+
+
+def main() -> None:
+    prepared = list(cases())
+    JITFunction.run = compile_launch
+    with interpreted_kernels():
+        for case in prepared:
+            case.run()
+        # Half as many candidates once more: the slots of fewer candidates are padded differently.
+        for case, num_candidates in zip(prepared, (64, 20), strict=False):
+            draft_sample(
+                case.target_logits[: len(case.seeds)],
+                case.temperature,
+                case.seeds,
+                case.positions,
+                top_p=case.top_p,
+                num_candidates=num_candidates,
+            )
+        random_words(case.seeds, case.positions, Purpose.BONUS)
+    names = Counter(key.split()[0] for key in compiled)
+    print(
+        json.dumps(
+            {
+                "kernels": dict(names),
+                "shared_bytes": max(entry["shared_bytes"] for entry in compiled.values()),
+                "local": sorted({key.split()[0] for key, entry in compiled.items() if entry["has_local_memory"]}),
+            }
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,143 @@
+"""Draft sampling: integer weights by largest remainders, tokens drawn from exactly them."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+import torch
+from scipy import stats
+
+from kernels.draft_sample import DraftSample, draft_sample
+from kernels.integer_weights import exponential_weights
+from kernels.limits import WEIGHT_TOTAL
+from kernels.random import Purpose, random_words
+from tests.kernels.conftest import TritonDevice, poisoned_memory
+from tests.kernels.sampling_cases import shaped_probabilities
+
+
+def inputs(batch_size: int, vocab_size: int, scale: float = 2.0) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(vocab_size)
+    return {
+        "logits": scale * torch.randn(batch_size, vocab_size, generator=generator),
+        "temperature": torch.tensor([0.0, 0.7, 1.0, 1.5]).repeat(batch_size)[:batch_size],
+        "seeds": torch.randint(-(2**63), 2**63 - 1, (batch_size,), generator=generator),
+        "positions": torch.randint(0, 2**40, (batch_size,), generator=generator),
+    }
+
+
+def assert_same(output: DraftSample, expected: DraftSample) -> None:
+    """Equal but for single units of weight, as exp rounds differently in numpy, torch and on the GPU."""
+    assert torch.equal(output.candidate_ids.cpu(), expected.candidate_ids)
+    differences = output.candidate_weights.cpu() - expected.candidate_weights
+    assert int(differences.abs().max()) <= 1
+    assert bool((differences.sum(dim=1) == 0).all())
+    is_equal = (differences == 0).all(dim=1)
+    assert int(is_equal.sum()) >= 5
+    assert torch.equal(output.token_ids.cpu()[is_equal], expected.token_ids[is_equal])
+
+
+@pytest.mark.parametrize(("vocab_size", "num_candidates"), [(16, 64), (63, 64), (111, 20), (1000, 64), (1000, 1)])
+def test_triton_equals_reference(triton_device: TritonDevice, vocab_size: int, num_candidates: int) -> None:
+    arguments = inputs(13, vocab_size)
+    arguments["logits"][3] = torch.nan
+    arguments["logits"][6, :5] = torch.inf
+    filters = {"top_p": torch.tensor([0.9, 1.0]).repeat(7)[:13]} if vocab_size == 111 else {}
+    with poisoned_memory():
+        expected = draft_sample(**arguments, **filters, num_candidates=num_candidates)
+    with triton_device() as device:
+        moved = {name: value.to(device) for name, value in (arguments | filters).items()}
+        output = draft_sample(**moved, num_candidates=num_candidates)
+    assert_same(output, expected)
+
+
+def test_weights_are_the_largest_remainders(device: torch.device) -> None:
+    """Each weight is within one unit of its exact share, and rounding up went to the largest remainders."""
+    arguments = {name: value.to(device) for name, value in inputs(40, 200).items()}
+    output = draft_sample(**arguments, num_candidates=32)
+    for row in range(40):
+        weights = output.candidate_weights[row].tolist()
+        if float(arguments["temperature"][row]) == 0:
+            assert weights == [0] * 32
+            assert int(output.token_ids[row]) == int(arguments["logits"][row].argmax())
+            continue
+        logits = arguments["logits"][row, output.candidate_ids[row].long()].cpu()
+        assert logits.tolist() == sorted(logits.tolist(), reverse=True)
+        exact = exponential_weights(logits[None], logits[:1], arguments["temperature"][row : row + 1].cpu())[0].tolist()
+        shares = [Fraction(int(weight)) * WEIGHT_TOTAL / int(sum(exact)) for weight in exact]
+        assert sum(weights) == WEIGHT_TOTAL
+        # The slack is for exp, which GPU and CPU round differently in the last bits of a share.
+        slack = 0.1 if device.type == "cuda" else 0.02
+        assert all(abs(weight - share) < 1 + slack for weight, share in zip(weights, shares, strict=True))
+        ups = [share - int(share) for weight, share in zip(weights, shares, strict=True) if weight > share]
+        downs = [share - int(share) for weight, share in zip(weights, shares, strict=True) if weight < share]
+        assert min(ups, default=Fraction(1)) >= max(downs, default=Fraction(0)) - slack
+
+
+def test_token_is_drawn_from_the_integers_with_draft_noise(device: torch.device) -> None:
+    """The drawn token is the one whose span of cumulative weight holds the noise's upper 16 bits."""
+    arguments = {name: value.to(device) for name, value in inputs(200, 50).items()}
+    output = draft_sample(**arguments)
+    draws = random_words(arguments["seeds"], arguments["positions"], Purpose.DRAFT)[:, 0] >> 16
+    ends = output.candidate_weights.cumsum(dim=1)
+    places = (ends <= draws.unsqueeze(1)).sum(dim=1).clamp_max(49)
+    expected = output.candidate_ids.gather(1, places.unsqueeze(1)).squeeze(1)
+    is_random = arguments["temperature"] > 0
+    assert torch.equal(output.token_ids[is_random], expected[is_random])
+
+
+def test_tokens_follow_the_weights(device: torch.device) -> None:
+    """Chi-squared over 200,000 draws of one distribution, cut to its top 12 tokens and filtered."""
+    n = 200_000
+    logits = torch.randn(16, generator=torch.Generator().manual_seed(3))
+    output = draft_sample(
+        logits.to(device).expand(n, 16),
+        torch.full((n,), 0.8, device=device),
+        torch.arange(n, device=device),
+        torch.full((n,), 11, device=device),
+        top_p=torch.full((n,), 0.9, device=device),
+        num_candidates=12,
+    )
+    weights = torch.zeros(16)
+    weights[output.candidate_ids[0].long().cpu()] = output.candidate_weights[0].float().cpu()
+    p = shaped_probabilities(logits[None].numpy(), 0.8, top_p=0.9)[0]
+    assert abs(weights.numpy() / WEIGHT_TOTAL - p).max() < 2 / WEIGHT_TOTAL
+    counts = torch.bincount(output.token_ids.long().cpu(), minlength=16)
+    assert bool((counts[weights == 0] == 0).all())
+    test = stats.chisquare(counts[weights > 0], weights[weights > 0].double() / WEIGHT_TOTAL * n)
+    assert test.pvalue > 1e-4
+
+
+def test_certain_rows_have_no_weights(device: torch.device) -> None:
+    """No weight is ever 65,536, which would not fit the 16 bits that it has on the wire."""
+    logits = torch.tensor([[0.0, 50.0, 0.0], [-torch.inf] * 3, [1.0, 1.0, -torch.inf], [torch.nan] * 3], device=device)
+    output = draft_sample(
+        logits,
+        torch.ones(4, device=device),
+        torch.arange(4, device=device),
+        torch.arange(4, device=device),
+        num_candidates=5,
+    )
+    assert output.candidate_weights.tolist() == [[0] * 5, [0] * 5, [32768, 32768, 0, 0, 0], [0] * 5]
+    assert output.token_ids.tolist()[0] == 1
+    assert output.token_ids.tolist()[1] == 0
+    assert output.candidate_ids[0].tolist() == [1, 0, 2, 0, 0]
+    assert bool(((output.token_ids >= 0) & (output.token_ids < 3)).all())
+
+
+def test_tokens_do_not_depend_on_the_batch(device: torch.device) -> None:
+    arguments = {name: value.to(device) for name, value in inputs(30, 300).items()}
+    together = draft_sample(**arguments)
+    for row in range(30):
+        alone = draft_sample(**{name: value[row : row + 1] for name, value in arguments.items()})
+        assert torch.equal(alone.token_ids[0], together.token_ids[row])
+        assert torch.equal(alone.candidate_weights[0], together.candidate_weights[row])
+
+
+def test_arguments_are_checked() -> None:
+    arguments = inputs(3, 16)
+    for name, value in {"temperature": torch.ones(2), "seeds": torch.zeros(3), "positions": torch.zeros(2)}.items():
+        with pytest.raises(ValueError, match=name):
+            draft_sample(**(arguments | {name: value}))
+    with pytest.raises(ValueError, match="num_candidates"):
+        draft_sample(**arguments, num_candidates=0)
