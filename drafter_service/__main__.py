@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
         set_up_logging(settings.log_level, "drafter")
         telemetry = Telemetry.from_environment("drafter")
         return run(lambda: make_server(settings, telemetry))
-    except (BadSettingsError, ValueError) as error:
+    except (BadSettingsError, ValueError, OSError) as error:
         print(f"drafter: {error}", file=sys.stderr)
         return 2
 

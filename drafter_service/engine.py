@@ -70,6 +70,7 @@ class DrafterEngine:
         self._max_sequences = max_sequences
         self._sessions: dict[int, _Session] = {}
         self._num_failures = 0
+        self._refuses_openings = False
 
     @property
     def num_sequences(self) -> int:
@@ -80,6 +81,10 @@ class DrafterEngine:
     def load(self) -> None:
         """Load the drafter."""
         self._drafter.load()
+
+    def refuse_openings(self) -> None:
+        """Take no new sequences from now on; safe to call from any thread."""
+        self._refuses_openings = True
 
     def handle(self, event: FrameArrived | SessionClosed) -> None:
         """Take in a frame, or the end of a stream."""
@@ -171,12 +176,15 @@ class DrafterEngine:
         if opening.sequence_id in session.sequences:
             self._drop(session, opening.sequence_id, InvalidArgumentError("open.sequence_id", "is open already"))
             return
-        if self.num_sequences >= self._max_sequences:
+        is_full = self.num_sequences >= self._max_sequences
+        if is_full or self._refuses_openings:
             session.refusals.append(
                 drafter_pb2.NoProposal(
                     sequence_id=opening.sequence_id,
                     reason=drafter_pb2.NO_PROPOSAL_REASON_OVERLOADED,
-                    detail=f"the drafter holds {self._max_sequences} sequences, its limit",
+                    detail=f"the drafter holds {self._max_sequences} sequences, its limit"
+                    if is_full
+                    else "the drafter is draining",
                 )
             )
             return

@@ -11,21 +11,23 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from drafter_service.draft_graph import DraftGraphs
 from drafter_service.drafter import Draft, NoDraft
 from drafter_service.sequence import DraftSequence
 from engine.batch import SequenceSlice
 from engine.block_manager import BlockManager
+from engine.cuda_graph import GraphPool
 from engine.model_runner import ModelRunner
 from engine.sampling_tensors import SamplingTensors, new_history, penalized
 from kernels.draft_sample import draft_sample
-from kernels.penalties import Penalties
+from kernels.penalties import Penalties, TokenHistory
 from kernels.shape_logits import apply_penalties
 from outrider.v1 import drafter_pb2
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Planned:
     sequence: DraftSequence
     num_new: int  # tokens to compute in the first forward pass
@@ -50,8 +52,11 @@ class ModelDrafter:
         tokenizer_fingerprint: str,
         max_num_batched_tokens: int,
         num_candidates: int,
+        make_graphs: Callable[[ModelRunner], DraftGraphs] | None = None,
     ) -> None:
         self._make_runner = make_runner
+        self._make_graphs = make_graphs
+        self._graphs: DraftGraphs | None = None
         self.name = name
         self.revision = revision
         self.tokenizer_fingerprint = tokenizer_fingerprint
@@ -69,6 +74,9 @@ class ModelDrafter:
         self.vocabulary_size = self._runner.vocab_size
         self.max_length = min(self._runner.max_length, self._runner.num_blocks * self._runner.block_size)
         self._runner.warm_up()
+        if self._make_graphs is not None and self._runner.device.type == "cuda":
+            self._graphs = self._make_graphs(self._runner)
+            self._graphs.capture(GraphPool(self._runner.device))
 
     @property
     def num_kv_blocks(self) -> int:
@@ -93,14 +101,24 @@ class ModelDrafter:
             NoDraft(sequence, drafter_pb2.NO_PROPOSAL_REASON_MAX_LENGTH) for sequence in refused
         ]
         planned = self._plan([sequence for sequence in wanting if sequence.length < self.max_length])
+        if self._graphs is not None:
+            # Drafting replays a graph; prompts and what else has no graph follow step by step.
+            fitting = [item for item in planned if self._graphs.fits(item.sequence, item.num_draft_tokens)]
+            if fitting:
+                answers += self._graphs.run(
+                    [item.sequence for item in fitting], [item.num_draft_tokens for item in fitting]
+                )
+                planned = [item for item in planned if item not in fitting]
         if planned:
             answers += self._run(planned)
         return answers
 
     def _plan(self, wanting: Sequence[DraftSequence]) -> list[_Planned]:
         planned: list[_Planned] = []
+        keep: set[DraftSequence] = set()
         budget = self._max_num_batched_tokens
-        for sequence in wanting:
+        # Those that miss little go first: a target waits for them, and a long prompt fills what they leave.
+        for sequence in sorted(wanting, key=lambda s: s.length - s.num_computed):
             if budget == 0:
                 break
             missing = sequence.length - sequence.num_computed
@@ -110,9 +128,10 @@ class ModelDrafter:
                 num_draft_tokens = min(sequence.max_draft_tokens, self.max_length - sequence.length)
             # The last draft token's key and value are computed only if it is accepted, by the next catch-up.
             needed = sequence.num_computed + num_new + max(num_draft_tokens - 1, 0)
-            keep = {id(item.sequence) for item in planned} | {id(sequence)}
+            keep.add(sequence)
             if not self._make_room(sequence, needed, keep):
                 # Those planned hold what is missing and will be idle after this round.
+                keep.discard(sequence)
                 continue
             planned.append(_Planned(sequence, num_new, num_draft_tokens))
             self._holding[sequence] = None
@@ -120,9 +139,9 @@ class ModelDrafter:
             budget -= num_new
         return planned
 
-    def _make_room(self, sequence: DraftSequence, num_tokens: int, keep: set[int]) -> bool:
+    def _make_room(self, sequence: DraftSequence, num_tokens: int, keep: set[DraftSequence]) -> bool:
         while not self._blocks.grow(sequence.block_ids, num_tokens):
-            victim = next((held for held in self._holding if id(held) not in keep), None)
+            victim = next((held for held in self._holding if held not in keep), None)
             if victim is None:
                 return False
             logger.debug("evicting the cache of sequence %d", victim.sequence_id)
@@ -132,7 +151,7 @@ class ModelDrafter:
     def _run(self, planned: list[_Planned]) -> list[Draft | NoDraft]:
         slices = [
             SequenceSlice(
-                token_ids=item.sequence.token_ids[item.sequence.num_computed :][: item.num_new],
+                token_ids=item.sequence.token_ids[(start := item.sequence.num_computed) : start + item.num_new],
                 start=item.sequence.num_computed,
                 block_ids=item.sequence.block_ids,
                 num_logit_rows=1 if item.num_draft_tokens else 0,
@@ -143,7 +162,7 @@ class ModelDrafter:
         for item in planned:
             item.sequence.num_computed += item.num_new
         drafting = [item for item in planned if item.num_draft_tokens]
-        rows = {id(item): _Rows() for item in drafting}
+        rows = {id(item): _Rows(item.sequence) for item in drafting}
         active = drafting
         while active:
             sample = self._sample(logits, active, rows)
@@ -178,7 +197,7 @@ class ModelDrafter:
             device=self._runner.device,
         )
         sample = draft_sample(
-            _penalize(logits, active, drafted),
+            _penalize(logits, [item.sequence for item in active], [rows[id(item)].history for item in active]),
             tensors.temperature,
             tensors.seeds,
             tensors.positions,
@@ -199,34 +218,38 @@ class ModelDrafter:
 
 
 def _penalize(
-    logits: torch.Tensor,  # [len(active), vocab_size]
-    active: Sequence[_Planned],
-    drafted: Sequence[Sequence[int]],
-) -> torch.Tensor:  # [len(active), vocab_size]
+    logits: torch.Tensor,  # [len(sequences), vocab_size]
+    sequences: Sequence[DraftSequence],
+    histories: Sequence[TokenHistory | None],
+) -> torch.Tensor:  # [len(sequences), vocab_size]
     """Shape q as the target will shape p, so that more is accepted; exact it need not be."""
-    sequences = []
-    for index, (item, tokens) in enumerate(zip(active, drafted, strict=True)):
-        sequence = item.sequence
-        history = new_history(sequence.sampling, [*sequence.token_ids, *tokens], sequence.num_prompt_tokens)
-        if history is not None:
-            sequences.append(penalized(index, sequence.sampling, history))
-    no_drafts = np.zeros(len(active) + 1, dtype=np.int32)
-    penalties = Penalties.build(sequences, no_drafts, no_drafts[:0], logits.device)
+    concerned = [
+        penalized(index, sequence.sampling, history)
+        for index, (sequence, history) in enumerate(zip(sequences, histories, strict=True))
+        if history is not None
+    ]
+    no_drafts = np.zeros(len(sequences) + 1, dtype=np.int32)
+    penalties = Penalties.build(concerned, no_drafts, no_drafts[:0], logits.device)
     if penalties is None:
         return logits
-    return apply_penalties(logits, penalties, torch.empty(0, dtype=torch.int32, device=logits.device)).dense(slice(None))
+    no_draft_ids = torch.empty(0, dtype=torch.int32, device=logits.device)
+    return apply_penalties(logits, penalties, no_draft_ids).dense(slice(None))
 
 
 class _Rows:
     """The draft of one sequence while it grows."""
 
-    def __init__(self) -> None:
+    def __init__(self, sequence: DraftSequence) -> None:
         self.token_ids: list[int] = []
+        # Counts the draft tokens too; made anew for each draft, as most of them never become part of the sequence.
+        self.history = new_history(sequence.sampling, sequence.token_ids, sequence.num_prompt_tokens)
         self._candidate_ids: list[npt.NDArray[np.int32]] = []
         self._candidate_weights: list[npt.NDArray[np.int32]] = []
 
     def append(self, token_id: int, ids: npt.NDArray[np.int32] | None, weights: npt.NDArray[np.int32] | None) -> None:
         self.token_ids.append(token_id)
+        if self.history is not None:
+            self.history.append([token_id])
         if ids is not None and weights is not None:
             self._candidate_ids.append(ids)
             self._candidate_weights.append(weights)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from drafter_service.drafter import Draft, NoDraft
 from drafter_service.sequence import DraftSequence
@@ -30,6 +31,7 @@ class NgramDrafter:
         if not 1 <= min_ngram <= max_ngram:
             raise ValueError(f"min_ngram: must be from 1 to max_ngram ({max_ngram}), is {min_ngram}")
         self._sizes = range(max_ngram, min_ngram - 1, -1)
+        self._texts: dict[DraftSequence, _Text] = {}
 
     def load(self) -> None:
         """Nothing to load."""
@@ -39,18 +41,36 @@ class NgramDrafter:
         return [self._draft_one(sequence) for sequence in wanting]
 
     def release(self, sequence: DraftSequence) -> None:
-        """Nothing is held."""
+        """Forget the sequence's tokens."""
+        self._texts.pop(sequence, None)
 
     def _draft_one(self, sequence: DraftSequence) -> Draft | NoDraft:
-        tokens = np.asarray(sequence.token_ids, dtype=np.int64)
+        tokens = self._texts.setdefault(sequence, _Text()).follow(sequence.token_ids)
+        # Where the last token stood before: every match of a longer n-gram ends at one of these places.
+        ends = np.flatnonzero(tokens[:-1] == tokens[-1])
         for size in self._sizes:
-            if len(tokens) <= size:
-                continue
-            # Every window but the last one, which is the n-gram that is looked for.
-            windows = np.lib.stride_tricks.sliding_window_view(tokens[:-1], size)
-            matches = np.flatnonzero((windows == tokens[-size:]).all(axis=1))
-            if len(matches):
-                start = int(matches[-1]) + size
-                found = tokens[start : start + sequence.max_draft_tokens].tolist()
-                return Draft(sequence, found)
+            places = ends[ends >= size - 1]
+            for back in range(1, min(size, len(tokens))):
+                places = places[tokens[places - back] == tokens[-1 - back]]
+            if len(places):
+                start = int(places[-1]) + 1
+                return Draft(sequence, tokens[start : start + sequence.max_draft_tokens].tolist())
         return NoDraft(sequence, drafter_pb2.NO_PROPOSAL_REASON_NO_MATCH)
+
+
+class _Text:
+    """A sequence's tokens as an array that grows with it, so that a step costs no copy of the whole."""
+
+    def __init__(self) -> None:
+        self._tokens = np.empty(0, dtype=np.uint32)
+        self._length = 0
+
+    def follow(self, token_ids: Sequence[int]) -> npt.NDArray[np.uint32]:
+        """All tokens, of which those of the last call come first."""
+        if len(token_ids) > len(self._tokens):
+            grown = np.empty(2 * len(token_ids), dtype=np.uint32)
+            grown[: self._length] = self._tokens[: self._length]
+            self._tokens = grown
+        self._tokens[self._length : len(token_ids)] = token_ids[self._length :]
+        self._length = len(token_ids)
+        return self._tokens[: self._length]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from engine.block_manager import BlockTable
 from engine.errors import InvalidArgumentError
 from engine.sampling_parameters import SamplingParameters
 
@@ -29,12 +30,17 @@ class DraftSequence:
     # Lockstep: true from the opening or a verdict that used up the proposals until the next proposal is made.
     wants_draft: bool = True
     num_computed: int = 0
-    block_ids: list[int] = field(default_factory=list)
+    block_ids: BlockTable = field(default_factory=BlockTable)
 
     @property
     def length(self) -> int:
         """Committed tokens: the position of the next one."""
         return len(self.token_ids)
+
+    @property
+    def num_missing(self) -> int:
+        """Committed tokens whose keys and values are not computed."""
+        return self.length - self.num_computed
 
     def commit(self, token_ids: list[int], num_committed: int, epoch: int) -> None:
         """Take in a verdict: compare it with the proposals, and end the epoch where they differ.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import os
@@ -37,21 +36,23 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
         self._telemetry = telemetry
         self._engine = DrafterEngine(drafter, max_sequences=max_sequences)
         self._thread: EngineThread[FrameArrived | SessionClosed, SessionOutput] = EngineThread(
-            self._engine, self._deliver, _on_engine_failure, "drafter-engine"
+            self._engine, self._deliver, self._on_engine_failure, "drafter-engine"
         )
         self._session_ids = itertools.count(1)
         self._outboxes: dict[int, asyncio.Queue[drafter_pb2.DraftResponse | None]] = {}
         self._is_draining = False
+        self._has_failed = False
 
     async def start(self) -> None:
         """Load and warm up."""
         await self._thread.start()
 
     async def drain(self) -> None:
-        """Refuse new streams and let the verifiers' sequences end; they would lose their drafter otherwise."""
+        """Refuse new streams and sequences and let those that are open end; they would lose their drafter otherwise."""
         self._is_draining = True
+        self._engine.refuse_openings()
         # The count changes on the engine's thread, which knows nothing of this loop's events.
-        while self._engine.num_sequences:  # noqa: ASYNC110
+        while self._engine.num_sequences and not self._has_failed:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
     async def stop(self) -> None:
@@ -89,21 +90,25 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
         check_compatible(first.identity, self._identity())
         session_id = next(self._session_ids)
         outbox: asyncio.Queue[drafter_pb2.DraftResponse | None] = asyncio.Queue()
+        # Tells the verifier that it was accepted: only now will it send sequences.
+        outbox.put_nowait(drafter_pb2.DraftResponse())
         self._outboxes[session_id] = outbox
         self._thread.post(FrameArrived(session_id, first))
         reader = asyncio.create_task(self._read(session_id, requests, outbox))
         try:
             while (frame := await outbox.get()) is not None:
                 yield frame
+            if self._has_failed:
+                raise UnavailableError("the drafter's engine failed", retry_delay_seconds=1.0)
             if reader.done():
                 # Raises what ended the reading: a frame that did not parse ends the stream with its status.
                 reader.result()
         finally:
+            # First what cannot be interrupted. A task that is cancelled posts nothing more.
             reader.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await reader
             del self._outboxes[session_id]
             self._thread.post(SessionClosed(session_id))
+            await asyncio.wait({reader})
 
     async def _read(
         self,
@@ -116,6 +121,14 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
                 self._thread.post(FrameArrived(session_id, frame))
         finally:
             outbox.put_nowait(None)
+
+    def _on_engine_failure(self, error: BaseException) -> None:
+        # The engine is gone for good: leave, so that whoever runs the process starts it anew.
+        logger.critical("leaving: the engine failed with %r", error)
+        self._has_failed = True
+        for outbox in self._outboxes.values():
+            outbox.put_nowait(None)
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def _deliver(self, output: SessionOutput) -> None:
         outbox = self._outboxes.get(output.session_id)
@@ -153,9 +166,3 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
             random_scheme=RANDOM_SCHEME,
             target_revision=self._target_revision,
         )
-
-
-def _on_engine_failure(error: BaseException) -> None:
-    # The engine is gone for good: leave, so that whoever runs the process starts it anew.
-    logger.critical("leaving: the engine failed with %r", error)
-    os.kill(os.getpid(), signal.SIGTERM)

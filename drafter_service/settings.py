@@ -9,6 +9,8 @@ from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from engine.settings import ModelSettings
+from engine.wire import MAX_CANDIDATES
+from kernels.limits import MAX_DRAFT_TOKENS
 
 
 class DrafterSettings(ModelSettings):
@@ -29,7 +31,17 @@ class DrafterSettings(ModelSettings):
     max_ngram: int = Field(default=4, ge=1, description="for kind=ngram: longest run of tokens to look up")
     max_sequences: int = Field(default=256, ge=1, description="most sequences open at once, of all verifiers")
     num_candidates: int = Field(
-        default=64, ge=1, le=1024, description="candidates kept of the draft model's distribution, m"
+        default=64, ge=1, le=MAX_CANDIDATES, description="candidates kept of the draft model's distribution, m"
+    )
+
+    graph_draft_tokens: int = Field(
+        default=4,
+        ge=1,
+        le=MAX_DRAFT_TOKENS,
+        description="draft tokens that CUDA graphs make in one go; the verifiers' K",
+    )
+    graph_max_sequences: int = Field(
+        default=64, ge=1, description="most sequences that CUDA graphs draft for at once; more take several rounds"
     )
 
     @model_validator(mode="after")

@@ -4,6 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
+import numpy.typing as npt
+
+
+class BlockTable(list[int]):
+    """A sequence's blocks in order. Changed by a BlockManager alone, which keeps `array` the same as the list.
+
+    A step copies the table of every sequence to the device; converting long lists each time would be slow.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._array = np.empty(16, dtype=np.int32)
+
+    @property
+    def array(self) -> npt.NDArray[np.int32]:
+        """The block ids, [num_blocks]; a view that the next change of the table invalidates."""
+        return self._array[: len(self)]
+
+    def _push(self, block_id: int) -> None:
+        if len(self) == len(self._array):
+            self._array = np.concatenate([self._array, np.empty_like(self._array)])
+        self._array[len(self)] = block_id
+        self.append(block_id)
+
 
 class BlockManager:
     """Hands out the blocks of one KV cache. Not thread-safe: it belongs to the thread that owns the model."""
@@ -23,22 +48,22 @@ class BlockManager:
         """Blocks that `num_tokens` tokens fill, the last one perhaps in part."""
         return -(-num_tokens // self.block_size)
 
-    def grow(self, block_ids: list[int], num_tokens: int) -> bool:
+    def grow(self, block_ids: BlockTable, num_tokens: int) -> bool:
         """Extend `block_ids` in place to cover `num_tokens`; False, and nothing changed, if too few are free."""
         missing = self.blocks_for(num_tokens) - len(block_ids)
         if missing > len(self._free):
             return False
         for _ in range(missing):
-            block_ids.append(self._free.pop())
+            block_ids._push(self._free.pop())
         return True
 
-    def shrink(self, block_ids: list[int], num_tokens: int) -> None:
+    def shrink(self, block_ids: BlockTable, num_tokens: int) -> None:
         """Give back the blocks of `block_ids`, in place, that `num_tokens` tokens do not need."""
         keep = self.blocks_for(num_tokens)
         self._free.extend(reversed(block_ids[keep:]))
         del block_ids[keep:]
 
-    def free(self, block_ids: list[int]) -> None:
+    def free(self, block_ids: BlockTable) -> None:
         """Give back all of `block_ids`, emptying it."""
         self.shrink(block_ids, 0)
 

@@ -38,6 +38,11 @@ class SamplingParameters:
         return self.temperature == 0.0
 
     @property
+    def has_filters(self) -> bool:
+        """Whether top-k, top-p or min-p leave anything out."""
+        return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
+
+    @property
     def has_penalties(self) -> bool:
         """Whether logits depend on the tokens so far, or are biased."""
         return bool(self.logit_bias) or (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (
@@ -80,7 +85,8 @@ class SamplingParameters:
             return value
 
         temperature = number("temperature", 1.0, 0.0, MAX_TEMPERATURE)
-        if 0.0 < temperature < MIN_TEMPERATURE:
+        # A wire's float32 is a little less than the limit that a client wrote.
+        if 0.0 < temperature < MIN_TEMPERATURE * (1 - 1e-6):
             raise InvalidArgumentError(
                 f"{prefix}.temperature", f"must be 0 for greedy decoding or at least {MIN_TEMPERATURE:g}"
             )

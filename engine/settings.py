@@ -78,17 +78,16 @@ class ServiceSettings(BaseSettings):
         return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
 
     @classmethod
-    def load(cls, arguments: Sequence[str], *, program: str, environment: Mapping[str, str] | None = None) -> Self:
+    def load(cls, arguments: Sequence[str], *, program: str) -> Self:
         """Settings from command-line `arguments`, then OUTRIDER_* variables, then the file that `--config` names.
 
         Raises BadSettingsError naming every key that is unknown or has a bad value; an unknown flag, or `--help`, ends
         the program as argparse does.
         """
-        environment = os.environ if environment is None else environment
         prefix = cls.model_config["env_prefix"]
-        refuse_unknown_variables(cls, environment)
+        refuse_unknown_variables(cls, os.environ)
         early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        early.add_argument("--config", default=environment.get(f"{prefix}CONFIG"))
+        early.add_argument("--config", default=os.environ.get(f"{prefix}CONFIG"))
         path = early.parse_known_args(list(arguments))[0].config
         if path is not None and not Path(path).is_file():
             raise BadSettingsError(f"config: no file at {path}")
@@ -125,6 +124,9 @@ class ModelSettings(ServiceSettings):
     )
     cpu_cache_bytes: int = Field(default=256 << 20, ge=1 << 20, description="size of the KV cache on a CPU, bytes")
     max_num_batched_tokens: int = Field(default=2048, ge=64, description="most tokens computed in one forward pass")
+    cuda_graphs: bool = Field(
+        default=True, description="replay decoding as CUDA graphs, on a GPU; takes a few seconds longer to start"
+    )
     num_threads: int = Field(default=0, ge=0, description="CPU threads of the model; 0 takes PyTorch's default")
 
     @field_validator("block_size")

@@ -70,7 +70,12 @@ def context_of(traceparent: str) -> Context | None:
 def _resource(service: str) -> Resource:
     defaults = {SERVICE_NAME: f"outrider-{service}", SERVICE_NAMESPACE: "outrider"}
     # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES are the operator's word and win over ours.
-    detected = {key: value for key, value in Resource.create().attributes.items() if value != "unknown_service"}
+    detected = {
+        key: value
+        for key, value in Resource.create().attributes.items()
+        # What the SDK puts where nobody said anything: the prefix, and the program's name.
+        if key != SERVICE_NAME or not str(value).startswith("unknown_service")
+    }
     return Resource({**defaults, **detected})
 
 

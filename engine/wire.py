@@ -11,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 PROTOCOL_VERSION = 1
+# Most candidates of one draft token: bounds what a peer can make us check.
+MAX_CANDIDATES = 1024
 
 _TOKEN = np.dtype("<u4")
 _WEIGHT = np.dtype("<u2")
@@ -46,11 +48,13 @@ def unpack_candidates(
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
     """(candidate ids, candidate weights), both [num_tokens, m], m = 0 when both are empty.
 
-    Raises ValueError when the two lengths do not fit `num_tokens` or each other.
+    Raises ValueError when the two lengths do not fit `num_tokens` or each other, or m is above MAX_CANDIDATES.
     """
     per_token, remainder = divmod(len(weights), 2 * num_tokens)
     if remainder or len(ids) != 2 * len(weights):
         raise ValueError(f"{len(ids)} bytes of ids and {len(weights)} of weights do not fit {num_tokens} draft tokens")
+    if per_token > MAX_CANDIDATES:
+        raise ValueError(f"{per_token} candidates a draft token, at most {MAX_CANDIDATES} are taken")
     shape = (num_tokens, per_token)
     return (
         np.frombuffer(ids, dtype=_TOKEN).astype(np.int32).reshape(shape),

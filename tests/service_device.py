@@ -1,7 +1,7 @@
-"""Where the services under test run their models: the CPU, or what OUTRIDER_TEST_DEVICE names (make gpu-test)."""
+"""Where the services under test run their models: the CPU, or what TEST_DEVICE names (make gpu-test)."""
 
 from __future__ import annotations
 
 import os
 
-SERVICE_DEVICE = os.environ.get("OUTRIDER_TEST_DEVICE", "cpu")
+SERVICE_DEVICE = os.environ.get("TEST_DEVICE", "cpu")

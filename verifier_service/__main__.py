@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import sys
 
-from engine.device import make_runner
 from engine.serving import Registration, Server, run, set_up_logging
 from engine.settings import BadSettingsError
 from engine.telemetry import Telemetry
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
 from verifier_service.service import VerifierService
 from verifier_service.settings import VerifierSettings
-from verifier_service.target import Target
+from verifier_service.target import make_target
 
 
 def make_server(settings: VerifierSettings, telemetry: Telemetry) -> Server:
     """The whole service, not yet started."""
-    target = Target(lambda: make_runner(settings, settings.model))
-    service = VerifierService(settings, target, telemetry)
+    service = VerifierService(settings, make_target(settings), telemetry)
     name = verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"].full_name
     registration = Registration(
         name, lambda server: verifier_pb2_grpc.add_VerifierServiceServicer_to_server(service, server)

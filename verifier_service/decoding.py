@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from engine.errors import InvalidArgumentError
 from engine.sampling_parameters import SamplingParameters
@@ -55,7 +56,12 @@ def parse_opening(
         )
     if message.HasField("logprobs") and message.logprobs > MAX_LOGPROBS:
         raise InvalidArgumentError("logprobs", f"must be from 0 to {MAX_LOGPROBS}, is {message.logprobs}")
+    if not message.sampling.HasField("seed"):
+        # The default would give all sequences the same random numbers.
+        raise InvalidArgumentError("sampling.seed", "must be set")
     sampling = SamplingParameters.from_message(message.sampling, vocabulary_size=limits.vocabulary_size)
+    _check_enum("verification", message.verification, common_pb2.Verification)
+    _check_enum("no_drafter_reason", message.no_drafter_reason, common_pb2.FallbackReason)
     if message.verification == common_pb2.VERIFICATION_GREEDY and not sampling.is_greedy:
         raise InvalidArgumentError("verification", "GREEDY needs temperature 0: above, it would change the output")
     return TargetSequence(
@@ -77,6 +83,11 @@ def parse_opening(
         arrived_ns=arrived_ns,
         history=new_history(sampling, token_ids, num_prompt_tokens),
     )
+
+
+def _check_enum(field: str, value: int, enum: Any) -> None:
+    if value not in enum.values():
+        raise InvalidArgumentError(field, f"{value} is no value of {enum.DESCRIPTOR.name}")
 
 
 def _token_ids(data: bytes, limits: TargetLimits) -> list[int]:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import itertools
 import logging
 from collections.abc import AsyncIterator, Callable
+from typing import TypeVar
 
 import grpc
 
@@ -23,6 +24,13 @@ MAX_BACKOFF_SECONDS = 2.0
 # What does not fit will not fit a moment later, but a drafter may be replaced by one that does.
 INCOMPATIBLE_BACKOFF_SECONDS = 10.0
 HANDSHAKE_TIMEOUT_SECONDS = 2.0
+
+# Never used twice in a process, so that what is left of an old connection cannot pass for a new one's.
+_incarnations = itertools.count(1)
+
+
+class _BadStreamError(Exception):
+    """The drafter does not keep to the protocol of the stream itself."""
 
 
 class DrafterLink:
@@ -47,6 +55,7 @@ class DrafterLink:
         self._post = post
         self._on_change = on_change
         self._incarnation = 0
+        self._has_heard = False
         self._outbox: asyncio.Queue[drafter_pb2.DraftRequest] = asyncio.Queue()
         self._call: grpc.aio.StreamStreamCall[drafter_pb2.DraftRequest, drafter_pb2.DraftResponse] | None = None
         self._task: asyncio.Task[None] | None = None
@@ -62,11 +71,13 @@ class DrafterLink:
         self._task = asyncio.create_task(self._run(), name=f"drafter-link {self.address}")
 
     async def stop(self) -> None:
-        """Close the stream and stop dialling."""
+        """Close the stream and stop dialling; the engine is told that the connection is gone."""
         if self._task is not None:
             self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
+            # Not `await self._task`, which could not tell the task's cancellation from our own.
+            await asyncio.wait({self._task})
+            if self.key is not None:
+                self._leave(verifier_pb2.DRAFTER_STATE_CONNECTING, "no longer wanted")
 
     def send(self, key: LinkKey, frame: drafter_pb2.DraftRequest) -> None:
         """Send a frame, unless the connection that it was meant for is gone."""
@@ -82,6 +93,7 @@ class DrafterLink:
         backoff = FIRST_BACKOFF_SECONDS
         while True:
             state = verifier_pb2.DRAFTER_STATE_CONNECTING
+            self._has_heard = False
             try:
                 # A channel of its own each time: one that has lost its peer may sit out a backoff of its own.
                 async with grpc.aio.insecure_channel(
@@ -95,8 +107,14 @@ class DrafterLink:
                 detail = f"{error.code().name}: {error.details()}"
                 if error.code() == grpc.StatusCode.FAILED_PRECONDITION:
                     state = verifier_pb2.DRAFTER_STATE_INCOMPATIBLE
-            was_ready = self._leave(state, detail)
-            if was_ready:
+            except (_BadStreamError, TimeoutError) as error:
+                detail = str(error)
+            except Exception as error:
+                # Whatever a drafter does, dialling goes on.
+                logger.exception("the link to drafter %s failed", self.address)
+                detail = f"internal error: {type(error).__name__}"
+            self._leave(state, detail)
+            if self._has_heard:
                 backoff = FIRST_BACKOFF_SECONDS
             is_incompatible = state == verifier_pb2.DRAFTER_STATE_INCOMPATIBLE
             await asyncio.sleep(INCOMPATIBLE_BACKOFF_SECONDS if is_incompatible else backoff)
@@ -104,24 +122,27 @@ class DrafterLink:
 
     async def _serve(self, stub: drafter_pb2_grpc.DrafterServiceAsyncStub) -> None:
         info = await stub.GetInfo(drafter_pb2.DrafterServiceGetInfoRequest(), timeout=HANDSHAKE_TIMEOUT_SECONDS)
-        check_compatible(self._identity, info.identity)
+        check_compatible(self._identity, _parsed(info).identity)
         self._outbox = asyncio.Queue()
         self._outbox.put_nowait(drafter_pb2.DraftRequest(identity=self._identity))
-        self._call = stub.Draft(self._frames())
-        self._incarnation += 1
-        self._enter(info.identity.max_length)
-        key = self.key
-        assert key is not None
+        self._call = call = stub.Draft(self._frames())
         try:
-            async for frame in self._call:
-                self._post(ProposalsArrived(key, frame))
+            frames = aiter(call)
+            await _hello(frames)
+            self._enter(info.identity.max_length)
+            key = self.key
+            assert key is not None
+            async for frame in frames:
+                self._post(ProposalsArrived(key, _parsed(frame)))
+                self._has_heard = True
         except asyncio.CancelledError:
             # Either this task was cancelled, or `drop` cancelled the call: only the latter goes on dialling.
             task = asyncio.current_task()
             if task is not None and task.cancelling():
                 raise
+            raise TimeoutError("the drafter has fallen silent") from None
         finally:
-            self._call.cancel()
+            call.cancel()
 
     async def _frames(self) -> AsyncIterator[drafter_pb2.DraftRequest]:
         outbox = self._outbox
@@ -129,6 +150,7 @@ class DrafterLink:
             yield await outbox.get()
 
     def _enter(self, max_length: int) -> None:
+        self._incarnation = next(_incarnations)
         self.status = verifier_pb2.DrafterStatus(
             address=self.address, state=verifier_pb2.DRAFTER_STATE_READY, max_length=max_length
         )
@@ -138,7 +160,7 @@ class DrafterLink:
         self._post(LinkUp(key, max_length))
         self._on_change(self)
 
-    def _leave(self, state: verifier_pb2.DrafterState, detail: str) -> bool:
+    def _leave(self, state: verifier_pb2.DrafterState, detail: str) -> None:
         key = self.key
         if key is not None:
             logger.warning("lost drafter %s: %s", self.address, detail)
@@ -149,4 +171,27 @@ class DrafterLink:
                 logger.warning("drafter %s does not fit: %s", self.address, detail)
             self.status = status
             self._on_change(self)
-        return key is not None
+
+
+async def _hello(frames: AsyncIterator[drafter_pb2.DraftResponse]) -> None:
+    """Return when the drafter has taken the stream, which its first frame says.
+
+    Raises what it refused the stream with, or TimeoutError.
+    """
+    try:
+        async with asyncio.timeout(HANDSHAKE_TIMEOUT_SECONDS):
+            _parsed(await anext(frames))
+    except StopAsyncIteration:
+        raise _BadStreamError("the drafter closed the stream") from None
+    except TimeoutError:
+        raise TimeoutError("the drafter does not answer on its stream") from None
+
+
+_Message = TypeVar("_Message")
+
+
+def _parsed(message: _Message | None) -> _Message:
+    # What gRPC hands out in place of a message that does not parse.
+    if message is None:
+        raise _BadStreamError("the drafter sent bytes that are no message")
+    return message

@@ -8,10 +8,13 @@ from dataclasses import dataclass
 
 from engine.wire import pack_tokens
 from outrider.v1 import common_pb2, drafter_pb2
+from verifier_service.proposal_buffer import DraftTokens
 from verifier_service.sequence import LinkKey, TargetSequence
 
 # A sequence whose drafter keeps it waiting this often in a row is better off alone.
 MAX_LATE_IN_A_ROW = 3
+# So is one that has heard nothing for this many times the longest wait.
+MAX_TIMEOUTS_BEHIND = 10
 
 _FALLBACKS = {
     drafter_pb2.NO_PROPOSAL_REASON_MAX_LENGTH: common_pb2.FALLBACK_REASON_DRAFTER_MAX_LENGTH,
@@ -79,10 +82,11 @@ class DraftingLinks:
             token_ids=pack_tokens(token_ids),
         )
 
-    def take(self, sequence: TargetSequence, proposal: drafter_pb2.Proposal, vocabulary_size: int) -> None:
-        """Buffer a proposal. Raises ValueError when it breaks the protocol."""
-        sequence.proposals.offer(proposal, sequence.token_ids, vocabulary_size)
+    def take(self, sequence: TargetSequence, proposal: drafter_pb2.Proposal, drafts: DraftTokens) -> None:
+        """Buffer a proposal. Raises ProposalError when it breaks the protocol."""
+        sequence.proposals.offer(proposal.epoch, proposal.position, drafts, sequence.token_ids)
         sequence.has_had_proposal = True
+        self._end_lag(sequence)
         if len(sequence.proposals):
             sequence.num_late_in_a_row = 0
             sequence.proposal_bytes += proposal.ByteSize()
@@ -94,6 +98,7 @@ class DraftingLinks:
         """Note that there is no proposal; the reason to fall back, or None where only this position goes without."""
         if refusal.reason != drafter_pb2.NO_PROPOSAL_REASON_NO_MATCH:
             return _FALLBACKS.get(refusal.reason, common_pb2.FALLBACK_REASON_DRAFTER_LOST)
+        self._end_lag(sequence)
         if refusal.position == sequence.length:
             sequence.num_late_in_a_row = 0
             sequence.plain_position = sequence.length
@@ -107,33 +112,54 @@ class DraftingLinks:
             sequence.drafter
             for sequence in running
             if sequence.drafter is not None
-            and self.is_late(sequence)
+            and (sequence.behind_since is not None or self._is_late(sequence, now))
             and now - self._links[sequence.drafter].heard_at >= self._draft_timeout
         }
 
-    def is_late(self, sequence: TargetSequence) -> bool:
-        """Whether the sequence has waited for a proposal as long as it will."""
-        return (
-            sequence.waiting_since is not None
-            and sequence.is_waiting_for_proposal
-            and time.monotonic() - sequence.waiting_since >= self._draft_timeout
-        )
+    def go_on_plainly(self, running: Iterable[TargetSequence]) -> list[TargetSequence]:
+        """Let sequences that have waited long enough take steps without drafts until their drafters answer.
 
-    def go_on_plainly(self, sequence: TargetSequence) -> bool:
-        """Let a late sequence take its next step without drafts; False when it should stop hoping for any."""
-        sequence.plain_position = sequence.length
-        self._end_wait(sequence)
-        # A long prompt may keep a drafter busy for a while; that is no reason to do without it afterwards.
-        sequence.num_late_in_a_row += int(sequence.has_had_proposal)
-        return sequence.num_late_in_a_row < MAX_LATE_IN_A_ROW
+        Those that should stop hoping for proposals, because they come too late or not at all, are returned.
+        """
+        now = time.monotonic()
+        hopeless = []
+        for sequence in running:
+            if self._is_late(sequence, now):
+                sequence.behind_since = now
+                # A long prompt may keep a drafter busy for a while; that is no reason to do without it afterwards.
+                sequence.num_late_in_a_row += int(sequence.has_had_proposal)
+                self._end_wait(sequence)
+            if sequence.behind_since is not None and (
+                sequence.num_late_in_a_row >= MAX_LATE_IN_A_ROW
+                or now - sequence.behind_since >= MAX_TIMEOUTS_BEHIND * self._draft_timeout
+            ):
+                hopeless.append(sequence)
+        return hopeless
 
     def time_until_late(self, running: Iterable[TargetSequence]) -> float | None:
         """Seconds until the next sequence will have waited too long; None when none is waiting."""
-        waits = [sequence.waiting_since for sequence in running if sequence.waiting_since is not None]
+        waits = [
+            sequence.waiting_since
+            for sequence in running
+            if sequence.waiting_since is not None and sequence.is_waiting_for_proposal
+        ]
         if not waits:
             return None
         # A clock's tick above zero, so that sleeping cannot come back a moment too early and find nothing to do.
         return max(min(waits) + self._draft_timeout - time.monotonic(), 0.001)
+
+    def _is_late(self, sequence: TargetSequence, now: float) -> bool:
+        return (
+            sequence.waiting_since is not None
+            and now - sequence.waiting_since >= self._draft_timeout
+            and sequence.is_waiting_for_proposal
+        )
+
+    def _end_lag(self, sequence: TargetSequence) -> None:
+        if sequence.behind_since is not None:
+            sequence.behind_since = None
+            # What is still owed, if anything, is the answer to the last verdict.
+            sequence.waiting_since = time.monotonic()
 
     def _end_wait(self, sequence: TargetSequence) -> None:
         if sequence.waiting_since is not None:

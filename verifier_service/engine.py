@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import grpc
 
@@ -16,6 +17,7 @@ from verifier_service.events import (
     Event,
     LinkDown,
     LinkUp,
+    OpeningRefused,
     ProposalsArrived,
     SequenceOpened,
     SequencesClosed,
@@ -23,8 +25,9 @@ from verifier_service.events import (
     SpanRecord,
     StepOutput,
 )
+from verifier_service.proposal_buffer import ProposalError, parse_proposals
 from verifier_service.scheduler import Scheduled, Scheduler
-from verifier_service.sequence import TargetSequence
+from verifier_service.sequence import LinkKey, TargetSequence
 from verifier_service.target import Target
 from verifier_service.verify import Verified, verify
 
@@ -34,14 +37,35 @@ logger = logging.getLogger(__name__)
 MAX_FAILURES_IN_A_ROW = 3
 
 
+@dataclass(frozen=True)
+class _Committed:
+    """What a step did to one sequence, still to be reported; times in nanoseconds since the epoch."""
+
+    part: Scheduled
+    verified: Verified
+    position: int  # of the first new token
+    token_ids: Sequence[int]
+    finish_reason: generation_pb2.FinishReason  # UNSPECIFIED: the sequence goes on
+    start_ns: int
+    end_ns: int
+
+
 class VerifierEngine:
     """Every method runs on the engine's thread, but for `load_report`."""
 
     def __init__(
-        self, target: Target, *, max_running: int, max_waiting: int, draft_timeout: float, is_tracing: bool
+        self,
+        target: Target,
+        *,
+        max_running: int,
+        max_waiting: int,
+        split_from: int,
+        draft_timeout: float,
+        is_tracing: bool,
     ) -> None:
         self._target = target
         self._max_running = max_running
+        self._split_from = split_from
         self._max_waiting = max_waiting
         self._links = DraftingLinks(draft_timeout)
         self._is_tracing = is_tracing
@@ -57,6 +81,7 @@ class VerifierEngine:
             self._target.blocks,
             max_running=self._max_running,
             max_num_batched_tokens=self._target.max_num_batched_tokens,
+            split_from=self._split_from,
         )
 
     def handle(self, event: Event) -> None:
@@ -64,6 +89,8 @@ class VerifierEngine:
         match event:
             case SequenceOpened(sequence):
                 self._open(sequence)
+            case OpeningRefused(session_id, sequence_id, error):
+                self._end_with(error, session_id, sequence_id)
             case SequencesClosed(session_id, sequence_ids):
                 for sequence_id in sequence_ids:
                     if found := self._sequences.get((session_id, sequence_id)):
@@ -79,10 +106,9 @@ class VerifierEngine:
                     self._fall_back(sequence, common_pb2.FALLBACK_REASON_DRAFTER_LOST)
             case ProposalsArrived(key, frame):
                 if self._links.has_heard(key):
-                    for proposal in frame.proposals:
-                        self._take_proposal(proposal)
+                    self._take_proposals(key, frame.proposals)
                     for refusal in frame.no_proposals:
-                        self._take_refusal(refusal)
+                        self._take_refusal(key, refusal)
 
     def step(self, emit: Callable[[StepOutput], None]) -> float | None:
         """One step over everything that is ready; how long to sleep when nothing is."""
@@ -94,9 +120,15 @@ class VerifierEngine:
         self._flush(emit)
         if not batch:
             return self._links.time_until_late(self._scheduler.running)
-        self._run(batch)
+        for committed in self._run(batch, emit):
+            self._report(committed)
         self._flush(emit)
         return 0.0
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether any sequence runs or waits; safe to ask from any thread."""
+        return bool(self._sequences)
 
     def load_report(self) -> verifier_pb2.VerifierLoad:
         """How busy the engine is; safe to call from any thread."""
@@ -112,7 +144,9 @@ class VerifierEngine:
         if key in self._sequences:
             self._fail(self._sequences[key], grpc.StatusCode.INVALID_ARGUMENT, "sequence_id: is open already")
             return
-        is_full = len(self._scheduler.waiting) >= self._max_waiting
+        # Places that are free are taken at the next step: only what comes on top of them will have to wait.
+        num_free_places = self._max_running - len(self._scheduler.running)
+        is_full = len(self._scheduler.waiting) >= self._max_waiting + num_free_places
         self._sequences[key] = sequence
         self._scheduler.add(sequence)
         if is_full:
@@ -136,17 +170,21 @@ class VerifierEngine:
             self._by_link_id[sequence.link_sequence_id] = sequence
             self._output.link(sequence.drafter).opens.append(self._links.opening(sequence))
 
-    def _take_proposal(self, proposal: drafter_pb2.Proposal) -> None:
-        sequence = self._by_link_id.get(proposal.sequence_id)
-        if sequence is not None:
+    def _take_proposals(self, key: LinkKey, proposals: Sequence[drafter_pb2.Proposal]) -> None:
+        for proposal, drafts in zip(proposals, parse_proposals(proposals, self._target.vocabulary_size), strict=True):
+            sequence = self._drafted_by(key, proposal.sequence_id)
+            if sequence is None:
+                continue
             try:
-                self._links.take(sequence, proposal, self._target.vocabulary_size)
-            except ValueError as error:
+                if isinstance(drafts, ProposalError):
+                    raise drafts
+                self._links.take(sequence, proposal, drafts)
+            except ProposalError as error:
                 logger.warning("request %s goes on without its drafter: %s", sequence.request_id, error)
                 self._fall_back(sequence, common_pb2.FALLBACK_REASON_DRAFTER_LOST)
 
-    def _take_refusal(self, refusal: drafter_pb2.NoProposal) -> None:
-        sequence = self._by_link_id.get(refusal.sequence_id)
+    def _take_refusal(self, key: LinkKey, refusal: drafter_pb2.NoProposal) -> None:
+        sequence = self._drafted_by(key, refusal.sequence_id)
         if sequence is None:
             return
         reason = self._links.take_refusal(sequence, refusal)
@@ -154,17 +192,21 @@ class VerifierEngine:
             logger.info("request %s goes on without its drafter: %s", sequence.request_id, refusal.detail)
             self._fall_back(sequence, reason)
 
+    def _drafted_by(self, key: LinkKey, link_sequence_id: int) -> TargetSequence | None:
+        """The sequence, unless it has ended, has left its drafter, or is another drafter's."""
+        sequence = self._by_link_id.get(link_sequence_id)
+        return sequence if sequence is not None and sequence.drafter == key else None
+
     def _give_up_waiting(self) -> None:
         silent = self._links.silent(self._scheduler.running)
         for key in silent:
             # What the drafter had is lost with the connection, for every sequence that it served.
             self._output.silent_links.append(key)
             self.handle(LinkDown(key))
-        for sequence in self._scheduler.running:
-            if self._links.is_late(sequence) and not self._links.go_on_plainly(sequence):
-                self._fall_back(sequence, common_pb2.FALLBACK_REASON_DRAFTER_OVERLOADED)
+        for sequence in self._links.go_on_plainly(self._scheduler.running):
+            self._fall_back(sequence, common_pb2.FALLBACK_REASON_DRAFTER_OVERLOADED)
 
-    def _run(self, batch: Sequence[Scheduled]) -> None:
+    def _run(self, batch: Sequence[Scheduled], emit: Callable[[StepOutput], None]) -> list[_Committed]:
         start_ns = time.time_ns()
         try:
             results = verify(self._target, batch)
@@ -176,49 +218,58 @@ class VerifierEngine:
             for part in batch:
                 message = f"the target model failed: {type(error).__name__}"
                 self._fail(part.sequence, grpc.StatusCode.INTERNAL, message)
-            return
+            return []
         self._num_failures = 0
         end_ns = time.time_ns()
+        all_committed = []
         for part, verified in zip(batch, results, strict=True):
             part.sequence.num_computed += part.num_new
             if verified is not None:
-                self._commit(part, verified, start_ns, end_ns)
+                all_committed.append(self._commit(part, verified, start_ns, end_ns))
+        # Verdicts leave first: while the drafters work on them, the gateways' frames are made.
+        self._flush(emit)
+        return all_committed
 
-    def _commit(self, part: Scheduled, verified: Verified, start_ns: int, end_ns: int) -> None:
+    def _commit(self, part: Scheduled, verified: Verified, start_ns: int, end_ns: int) -> _Committed:
         sequence = part.sequence
+        position = sequence.length
         token_ids, finish_reason = _cut(sequence, verified.token_ids)
-        num_accepted = min(verified.num_accepted, len(token_ids))
-        update = self._output.session(sequence.session_id).updates.add(
-            sequence_id=sequence.sequence_id,
-            token_ids=pack_tokens(token_ids),
-            origins=bytes(verified.origins[: len(token_ids)]),
-            logprobs=verified.logprobs[: len(token_ids)],
-            num_draft_tokens=part.num_drafts,
-            num_accepted_tokens=num_accepted,
-        )
-        if not sequence.prefilled_ns:
-            sequence.prefilled_ns = end_ns
-            update.prefill.queue_seconds = (sequence.scheduled_ns - sequence.arrived_ns) * 1e-9
-            update.prefill.prefill_seconds = (end_ns - sequence.scheduled_ns) * 1e-9
-            self._trace(sequence, "prefill", sequence.scheduled_ns, end_ns)
-        else:
-            self._trace_step(part, verified, start_ns, end_ns)
         sequence.num_computed += verified.num_accepted
         sequence.token_ids.extend(token_ids)
         if sequence.history is not None:
             sequence.history.append(token_ids)
         sequence.num_committed_here += len(token_ids)
         if finish_reason:
-            update.ended.finish_reason = finish_reason
-        elif sequence.drafter is not None:
-            self._tell_drafter(sequence, token_ids)
-        # Fallbacks that this step brought about are reported with it.
-        update.fallbacks.extend(sequence.fallbacks)
-        sequence.fallbacks.clear()
-        if finish_reason:
             self._remove(sequence)
         else:
+            if sequence.drafter is not None:
+                self._tell_drafter(sequence, token_ids)
             self._target.blocks.shrink(sequence.block_ids, sequence.length)
+        return _Committed(part, verified, position, token_ids, finish_reason, start_ns, end_ns)
+
+    def _report(self, committed: _Committed) -> None:
+        part, verified, token_ids = committed.part, committed.verified, committed.token_ids
+        sequence = part.sequence
+        update = self._output.session(sequence.session_id).updates.add(
+            sequence_id=sequence.sequence_id,
+            token_ids=pack_tokens(token_ids),
+            origins=bytes(verified.origins[: len(token_ids)]),
+            logprobs=verified.logprobs[: len(token_ids)],
+            num_draft_tokens=part.num_drafts,
+            num_accepted_tokens=min(verified.num_accepted, len(token_ids)),
+            # Fallbacks that this step brought about are reported with it.
+            fallbacks=sequence.fallbacks,
+        )
+        sequence.fallbacks.clear()
+        if committed.finish_reason:
+            update.ended.finish_reason = committed.finish_reason
+        if not sequence.prefilled_ns:
+            sequence.prefilled_ns = committed.end_ns
+            update.prefill.queue_seconds = (sequence.scheduled_ns - sequence.arrived_ns) * 1e-9
+            update.prefill.prefill_seconds = (committed.end_ns - sequence.scheduled_ns) * 1e-9
+            self._trace(sequence, "prefill", sequence.scheduled_ns, committed.end_ns)
+        else:
+            self._trace_step(committed)
 
     def _tell_drafter(self, sequence: TargetSequence, token_ids: Sequence[int]) -> None:
         assert sequence.drafter is not None
@@ -243,10 +294,12 @@ class VerifierEngine:
         error = verifier_pb2.SequenceError(
             code=code_number(code), message=message, retry_delay_seconds=retry_delay_seconds
         )
-        self._output.session(sequence.session_id).updates.add(
-            sequence_id=sequence.sequence_id, ended=verifier_pb2.Ended(error=error)
-        )
-        self._remove(sequence)
+        self._end_with(error, sequence.session_id, sequence.sequence_id)
+
+    def _end_with(self, error: verifier_pb2.SequenceError, session_id: int, sequence_id: int) -> None:
+        self._output.session(session_id).updates.add(sequence_id=sequence_id, ended=verifier_pb2.Ended(error=error))
+        if found := self._sequences.get((session_id, sequence_id)):
+            self._remove(found)
 
     def _remove(self, sequence: TargetSequence) -> None:
         del self._sequences[sequence.session_id, sequence.sequence_id]
@@ -260,12 +313,12 @@ class VerifierEngine:
             emit(self._output)
             self._output = StepOutput()
 
-    def _trace_step(self, part: Scheduled, verified: Verified, start_ns: int, end_ns: int) -> None:
+    def _trace_step(self, committed: _Committed) -> None:
         if not self._is_tracing:
             return
-        sequence = part.sequence
+        part, verified, sequence = committed.part, committed.verified, committed.part.sequence
         attributes: dict[str, str | int | float] = {
-            "outrider.position": sequence.length,
+            "outrider.position": committed.position,
             "outrider.num_draft_tokens": part.num_drafts,
             "outrider.num_accepted_tokens": verified.num_accepted,
         }
@@ -274,8 +327,8 @@ class VerifierEngine:
             attributes["outrider.proposal_bytes"] = sequence.proposal_bytes
             sequence.draft_wait, sequence.proposal_bytes = 0.0, 0
         if verified.num_accepted < part.num_drafts:
-            attributes["outrider.rejected_position"] = sequence.length + verified.num_accepted
-        self._trace(sequence, "verify_step", start_ns, end_ns, attributes)
+            attributes["outrider.rejected_position"] = committed.position + verified.num_accepted
+        self._trace(sequence, "verify_step", committed.start_ns, committed.end_ns, attributes)
 
     def _trace(
         self,
@@ -291,18 +344,14 @@ class VerifierEngine:
             )
 
 
-def _cut(
-    sequence: TargetSequence, token_ids: Sequence[int]
-) -> tuple[Sequence[int], generation_pb2.FinishReason]:
+def _cut(sequence: TargetSequence, token_ids: Sequence[int]) -> tuple[Sequence[int], generation_pb2.FinishReason]:
     """What of newly sampled tokens the sequence keeps, and why it ends there (UNSPECIFIED: it does not)."""
     for index, reason in _endings(sequence, token_ids):
         return token_ids[: index + 1], reason
     return token_ids, generation_pb2.FINISH_REASON_UNSPECIFIED
 
 
-def _endings(
-    sequence: TargetSequence, token_ids: Sequence[int]
-) -> Iterator[tuple[int, generation_pb2.FinishReason]]:
+def _endings(sequence: TargetSequence, token_ids: Sequence[int]) -> Iterator[tuple[int, generation_pb2.FinishReason]]:
     for index, token_id in enumerate(token_ids):
         if token_id in sequence.eos_token_ids:
             yield index, generation_pb2.FINISH_REASON_EOS

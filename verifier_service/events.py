@@ -17,6 +17,15 @@ class SequenceOpened:
 
 
 @dataclass(frozen=True)
+class OpeningRefused:
+    """A gateway wants what cannot be decoded. The engine answers, so that nothing follows a sequence's end."""
+
+    session_id: int
+    sequence_id: int
+    error: verifier_pb2.SequenceError
+
+
+@dataclass(frozen=True)
 class SequencesClosed:
     """A gateway no longer wants these sequences, finished or not."""
 
@@ -54,7 +63,7 @@ class ProposalsArrived:
     frame: drafter_pb2.DraftResponse
 
 
-Event = SequenceOpened | SequencesClosed | SessionClosed | LinkUp | LinkDown | ProposalsArrived
+Event = SequenceOpened | OpeningRefused | SequencesClosed | SessionClosed | LinkUp | LinkDown | ProposalsArrived
 
 
 @dataclass(frozen=True)

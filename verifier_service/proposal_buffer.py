@@ -12,6 +12,9 @@ from engine.wire import unpack_candidates, unpack_tokens
 from kernels.limits import MAX_DRAFT_TOKENS, WEIGHT_TOTAL
 from outrider.v1 import drafter_pb2
 
+# Draft tokens that one sequence may have waiting: several proposals, as the protocol allows, but no flood of them.
+MAX_BUFFERED_TOKENS = 4 * MAX_DRAFT_TOKENS
+
 
 class ProposalError(ValueError):
     """A proposal that breaks the protocol; the sequence goes on without its drafter."""
@@ -52,25 +55,25 @@ class ProposalBuffer:
     def __len__(self) -> int:
         return len(self._drafts)
 
-    def offer(self, proposal: drafter_pb2.Proposal, committed: Sequence[int], vocabulary_size: int) -> None:
+    def offer(self, epoch: int, position: int, drafts: DraftTokens, committed: list[int]) -> None:
         """Take in a proposal that has just arrived. Raises ProposalError when it breaks the protocol."""
-        if proposal.epoch > self.epoch:
-            raise ProposalError(f"epoch: {proposal.epoch} has not begun, {self.epoch} has not ended")
-        drafts = parse_proposal(proposal, vocabulary_size)
-        if proposal.epoch < self.epoch:
+        if epoch > self.epoch:
+            raise ProposalError(f"epoch: {epoch} has not begun, {self.epoch} has not ended")
+        if epoch < self.epoch:
             self.num_stale += len(drafts)
             return
         next_position = len(committed) + len(self._drafts)
-        if proposal.position > next_position or (len(self._drafts) and proposal.position != next_position):
-            raise ProposalError(f"position: {proposal.position} leaves a gap or repeats, {next_position} comes next")
+        if position > next_position or (len(self._drafts) and position != next_position):
+            raise ProposalError(f"position: {position} leaves a gap or repeats, {next_position} comes next")
+        if len(self._drafts) + len(drafts) > MAX_BUFFERED_TOKENS:
+            raise ProposalError(f"token_ids: more than {MAX_BUFFERED_TOKENS} draft tokens wait for this sequence")
         # Tokens committed while the proposal was on its way: compare them now, as the drafter does with the verdict.
-        overtaken = committed[proposal.position :]
-        for drafted, token_id in zip(drafts.token_ids, overtaken, strict=False):
-            if drafted != token_id:
-                self.epoch += 1
-                self.num_stale += len(drafts)
-                return
-        self.num_stale += min(len(overtaken), len(drafts))
+        overtaken = committed[position : position + len(drafts)]
+        if overtaken != drafts.token_ids[: len(overtaken)]:
+            self.epoch += 1
+            self.num_stale += len(drafts)
+            return
+        self.num_stale += len(overtaken)
         fresh = drafts.part(len(overtaken))
         self._drafts = concatenate([self._drafts, fresh]) if len(self._drafts) else fresh
 
@@ -94,47 +97,67 @@ class ProposalBuffer:
         self._drafts = NO_DRAFT_TOKENS
 
 
-def parse_proposal(proposal: drafter_pb2.Proposal, vocabulary_size: int) -> DraftTokens:
-    """The draft tokens of a proposal.
+def parse_proposals(
+    proposals: Sequence[drafter_pb2.Proposal], vocabulary_size: int
+) -> list[DraftTokens | ProposalError]:
+    """The draft tokens of a frame's proposals, or what is wrong with each.
 
-    Raises ProposalError, naming the field, for what would make verification wrong: ids outside the vocabulary, a q that
-    does not sum to 1, names a candidate twice or gives the draft token no weight.
+    Wrong, with the field's name, is what would make verification wrong: ids outside the vocabulary, a q that does not
+    sum to 1, names a candidate twice or gives the draft token no weight.
     """
+    parsed = [_parse(proposal) for proposal in proposals]
+    good = [drafts for drafts in parsed if isinstance(drafts, DraftTokens)]
+    try:
+        # All at once: one by one, the checks of a large batch would take as long as its forward pass.
+        _check(good, vocabulary_size)
+    except ProposalError:
+        return [drafts if isinstance(drafts, ProposalError) else _checked(drafts, vocabulary_size) for drafts in parsed]
+    return parsed
+
+
+def _parse(proposal: drafter_pb2.Proposal) -> DraftTokens | ProposalError:
     try:
         token_ids = unpack_tokens(proposal.token_ids)
     except ValueError as error:
-        raise ProposalError(f"token_ids: {error}") from error
+        return ProposalError(f"token_ids: {error}")
     if not 1 <= len(token_ids) <= MAX_DRAFT_TOKENS:
-        raise ProposalError(f"token_ids: {len(token_ids)} draft tokens, must be 1 to {MAX_DRAFT_TOKENS}")
-    if max(token_ids) >= vocabulary_size:
-        raise ProposalError(f"token_ids: {max(token_ids)} is not below the vocabulary size {vocabulary_size}")
+        return ProposalError(f"token_ids: {len(token_ids)} draft tokens, must be 1 to {MAX_DRAFT_TOKENS}")
     try:
         ids, weights = unpack_candidates(proposal.candidate_ids, proposal.candidate_weights, len(token_ids))
     except ValueError as error:
-        raise ProposalError(f"candidate_ids: {error}") from error
-    if ids.shape[1]:
-        _check_candidates(np.asarray(token_ids), ids, weights, vocabulary_size)
+        return ProposalError(f"candidate_ids: {error}")
     return DraftTokens(token_ids, ids, weights)
 
 
-def _check_candidates(
-    token_ids: npt.NDArray[np.int64],  # [num_tokens]
-    ids: npt.NDArray[np.int32],  # [num_tokens, m]
-    weights: npt.NDArray[np.int32],  # [num_tokens, m]
-    vocabulary_size: int,
-) -> None:
+def _checked(drafts: DraftTokens, vocabulary_size: int) -> DraftTokens | ProposalError:
+    try:
+        _check([drafts], vocabulary_size)
+    except ProposalError as error:
+        return error
+    return drafts
+
+
+def _check(proposals: Sequence[DraftTokens], vocabulary_size: int) -> None:
+    drafts = concatenate(proposals)
+    token_ids = np.asarray(drafts.token_ids, dtype=np.int64)
+    if (token_ids >= vocabulary_size).any():
+        raise ProposalError(f"token_ids: {token_ids.max()} is not below the vocabulary size {vocabulary_size}")
+    ids, weights = drafts.candidate_ids, drafts.candidate_weights
+    if not ids.size:
+        return
     totals = weights.sum(axis=1)
-    is_sparse = totals != 0
-    if not (totals[is_sparse] == WEIGHT_TOTAL).all():
+    if ((totals != WEIGHT_TOTAL) & (totals != 0)).any():
         raise ProposalError(f"candidate_weights: a row must sum to {WEIGHT_TOTAL} or be all zero")
     has_weight = weights > 0
-    if ((ids < 0) | (ids >= vocabulary_size))[has_weight].any():
-        raise ProposalError(f"candidate_ids: an id is not below the vocabulary size {vocabulary_size}")
-    if not ((ids == token_ids[:, None]) & has_weight).any(axis=1)[is_sparse].all():
-        raise ProposalError("candidate_weights: a draft token has no weight in its own distribution")
     # Padding gets ids of its own, below zero and all different, so that only real candidates can collide.
-    distinct = np.sort(np.where(has_weight, ids, -1 - np.arange(ids.shape[1])), axis=1)
-    if (np.diff(distinct, axis=1) == 0).any():
+    padding = np.arange(-1, -1 - ids.shape[1], -1, dtype=np.int32)
+    if ((ids < 0) & has_weight).any() or (ids.max(where=has_weight, initial=0) >= vocabulary_size):
+        raise ProposalError(f"candidate_ids: an id is not below the vocabulary size {vocabulary_size}")
+    own = np.where(has_weight, ids, padding)
+    if ((own == token_ids[:, None]).sum(axis=1) < (totals != 0)).any():
+        raise ProposalError("candidate_weights: a draft token has no weight in its own distribution")
+    own.sort(axis=1)
+    if (own[:, 1:] == own[:, :-1]).any():
         raise ProposalError("candidate_ids: a candidate stands twice in a row")
 
 

@@ -10,7 +10,11 @@ from collections import deque
 from dataclasses import dataclass
 
 from engine.block_manager import BlockManager
+from kernels.limits import MAX_DRAFT_TOKENS
 from verifier_service.sequence import TargetSequence
+
+# A prompt that got nothing for so many steps no longer stands behind those that decode.
+MAX_STEPS_LEFT_OUT = 4
 
 
 @dataclass(frozen=True)
@@ -25,13 +29,23 @@ class Scheduled:
     num_drafts: int
     is_sampled: bool
 
+    @property
+    def num_tokens(self) -> int:
+        """What the part takes of the step's budget."""
+        return self.num_new + self.num_drafts
+
 
 class Scheduler:
     """Sequences that wait and that run. Belongs to the engine's thread."""
 
-    def __init__(self, blocks: BlockManager, *, max_running: int, max_num_batched_tokens: int) -> None:
+    def __init__(
+        self, blocks: BlockManager, *, max_running: int, max_num_batched_tokens: int, split_from: int = 1 << 30
+    ) -> None:
+        if max_num_batched_tokens <= MAX_DRAFT_TOKENS:
+            raise ValueError(f"max_num_batched_tokens must be above {MAX_DRAFT_TOKENS}, the longest proposal")
         self._blocks = blocks
         self._max_running = max_running
+        self._split_from = split_from
         self._max_num_batched_tokens = max_num_batched_tokens
         self.waiting: deque[TargetSequence] = deque()
         # In order of admission, which decides who is preempted: the last one in.
@@ -54,58 +68,94 @@ class Scheduler:
     def schedule(self) -> tuple[list[Scheduled], list[TargetSequence]]:
         """The next step: (its parts, the sequences in it that run for the first time)."""
         self._step += 1
-        budget = self._max_num_batched_tokens
         scheduled: dict[TargetSequence, Scheduled] = {}
-        # Whoever has waited longest goes first, so that a budget that is too small for all starves nobody.
-        ready = sorted(
-            (s for s in self.running if s.num_missing > 1 or not s.is_waiting_for_proposal), key=lambda s: s.last_step
-        )
-        for sequence in ready:
+        budget = self._continue_running(scheduled, self._max_num_batched_tokens)
+        admitted = self._admit_waiting(scheduled, budget)
+        for place, sequence in enumerate(scheduled):
+            sequence.last_turn = (self._step, place)
+        return list(scheduled.values()), admitted
+
+    def _continue_running(self, scheduled: dict[TargetSequence, Scheduled], budget: int) -> int:
+        ready = [s for s in self.running if s.num_missing > 1 or not s.is_waiting_for_proposal]
+        num_verified_left = self._most_verified_at_once()
+        for sequence in sorted(ready, key=self._order):
+            if sequence.num_missing == 1 and _num_drafts(sequence):
+                if num_verified_left == 0:
+                    continue
+                num_verified_left -= 1
             # A sequence that came before may have preempted this one to make room.
-            if budget == 0 or sequence not in self.running:
+            part = self._fit(sequence, budget) if sequence in self.running else None
+            if part is None:
                 continue
-            part = self._fit(sequence, budget)
-            if self._make_room(part, scheduled):
+            victims = self._make_room(part)
+            budget += sum(scheduled.pop(victim).num_tokens for victim in victims if victim in scheduled)
+            if sequence not in victims:
                 scheduled[sequence] = part
-                budget -= part.num_new + part.num_drafts
+                budget -= part.num_tokens
+        return budget
+
+    def _most_verified_at_once(self) -> int:
+        """Most sequences whose proposals one step verifies.
+
+        With many of them, half: while the target verifies one half, the drafter works for the other, and neither waits.
+        """
+        num_speculating = sum(1 for sequence in self.running if sequence.is_speculating)
+        return num_speculating if num_speculating < self._split_from else -(-num_speculating // 2)
+
+    def _order(self, sequence: TargetSequence) -> tuple[bool, tuple[int, int]]:
+        # Prompts fill what decoding leaves, unless they were left out for long. Whoever has waited longest goes first,
+        # so that a budget that is too small for all starves nobody.
+        is_prompt = sequence.num_missing > 1 and self._step - sequence.last_turn[0] <= MAX_STEPS_LEFT_OUT
+        return is_prompt, sequence.last_turn
+
+    def _admit_waiting(self, scheduled: dict[TargetSequence, Scheduled], budget: int) -> list[TargetSequence]:
         admitted = []
-        while self.waiting and len(self.running) < self._max_running and budget > 0:
+        while self.waiting and len(self.running) < self._max_running:
             sequence = self.waiting[0]
+            part = self._fit(sequence, budget)
             # All of it must fit: a sequence that is admitted only to be preempted helps nobody.
-            if not self._blocks.grow(sequence.block_ids, sequence.length):
+            if part is None or not self._blocks.grow(sequence.block_ids, sequence.length + _num_drafts(sequence)):
                 break
             self.waiting.popleft()
             self.running[sequence] = None
-            scheduled[sequence] = part = self._fit(sequence, budget)
-            budget -= part.num_new + part.num_drafts
+            scheduled[sequence] = part
+            budget -= part.num_tokens
             if sequence.num_preemptions == 0:
                 admitted.append(sequence)
-        for sequence in scheduled:
-            sequence.last_step = self._step
-        return list(scheduled.values()), admitted
+        return admitted
 
-    def _fit(self, sequence: TargetSequence, budget: int) -> Scheduled:
+    def _fit(self, sequence: TargetSequence, budget: int) -> Scheduled | None:
+        """The sequence's part of a step with `budget` tokens left; None when there is no room for any."""
+        num_drafts = _num_drafts(sequence)
         # A preempted sequence may be computed anew while its drafter works, but not past the point where it would
         # sample without the proposal that it is waiting for.
         num_ready = sequence.num_missing - 1 if sequence.is_waiting_for_proposal else sequence.num_missing
         num_new = min(num_ready, budget)
         is_sampled = num_new == sequence.num_missing
-        num_drafts = 0
-        if is_sampled and sequence.is_speculating:
-            num_drafts = min(len(sequence.proposals), sequence.num_wanted_drafts, budget - num_new)
-        return Scheduled(sequence, num_new, num_drafts, is_sampled)
+        if is_sampled and num_new + num_drafts > budget:
+            # A proposal is verified whole, if need be in the next step, where this sequence goes first: which tokens a
+            # seed gives must not depend on the company.
+            num_new -= 1
+            is_sampled = False
+        if num_new == 0:
+            return None
+        return Scheduled(sequence, num_new, num_drafts if is_sampled else 0, is_sampled)
 
-    def _make_room(self, part: Scheduled, scheduled: dict[TargetSequence, Scheduled]) -> bool:
+    def _make_room(self, part: Scheduled) -> list[TargetSequence]:
+        """Give the part its blocks, preempting those that came last for it; returns them.
+
+        The sequence itself is among them when the older ones hold what is missing. The oldest of all always gets its
+        blocks, as the whole cache is enough for one sequence of the greatest length: it ends, and then the next oldest.
+        """
         sequence = part.sequence
-        needed = sequence.num_computed + part.num_new + part.num_drafts
-        while not self._blocks.grow(sequence.block_ids, needed):
-            victim = next(s for s in reversed(self.running) if s not in scheduled)
+        victims: list[TargetSequence] = []
+        while not self._blocks.grow(sequence.block_ids, sequence.num_computed + part.num_tokens):
+            victim = next(reversed(self.running))
             self._preempt(victim)
+            victims.append(victim)
             if victim is sequence:
-                # Older sequences hold what is missing. The oldest of all is never here: the whole cache is enough for
-                # one sequence of the greatest length.
-                return False
-        return True
+                break
+        return victims
 
     def _preempt(self, sequence: TargetSequence) -> None:
         self.num_preemptions += 1
@@ -114,3 +164,8 @@ class Scheduler:
         self._blocks.free(sequence.block_ids)
         sequence.num_computed = 0
         self.waiting.appendleft(sequence)
+
+
+def _num_drafts(sequence: TargetSequence) -> int:
+    """Draft tokens at hand that a step could verify."""
+    return min(len(sequence.proposals), sequence.num_wanted_drafts) if sequence.is_speculating else 0

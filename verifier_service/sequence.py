@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from engine.block_manager import BlockTable
 from engine.sampling_parameters import SamplingParameters
 from kernels.penalties import TokenHistory
 from outrider.v1 import common_pb2
@@ -51,20 +52,24 @@ class TargetSequence:
     fallbacks: list[common_pb2.Fallback] = field(default_factory=list)  # not yet reported
     proposals: ProposalBuffer = field(default_factory=ProposalBuffer)
     num_computed: int = 0
-    block_ids: list[int] = field(default_factory=list)
+    block_ids: BlockTable = field(default_factory=BlockTable)
     # Tokens committed here, as opposed to those that came with the sequence.
     num_committed_here: int = 0
     scheduled_ns: int = 0
     prefilled_ns: int = 0
-    last_step: int = -1
+    # Step, and place in it, of its last part.
+    last_turn: tuple[int, int] = (0, 0)
     num_preemptions: int = 0
     # Monotonic time since which the sequence has been waiting for a proposal; None while it is not.
     waiting_since: float | None = None
     # How long the last wait took, seconds, and what the drafter sent, bytes: for the trace.
     draft_wait: float = 0.0
     proposal_bytes: int = 0
-    # The position for which the drafter found nothing, or was too late.
+    # The position for which the drafter found nothing.
     plain_position: int = -1
+    # Monotonic time at which the drafter turned out to be late; None as soon as it has answered. Until then nothing
+    # waits for it: a drafter that is busy with a long prompt must not slow the target down.
+    behind_since: float | None = None
     num_late_in_a_row: int = 0
     has_had_proposal: bool = False
 
@@ -95,11 +100,17 @@ class TargetSequence:
     @property
     def is_waiting_for_proposal(self) -> bool:
         """Whether the next step should not sample before the drafter has answered."""
-        return self.is_speculating and not len(self.proposals) and self.plain_position != self.length
+        return (
+            self.is_speculating
+            and not len(self.proposals)
+            and self.plain_position != self.length
+            and self.behind_since is None
+        )
 
     def fall_back(self, reason: common_pb2.FallbackReason) -> None:
         """Go on without a drafter, for good."""
         self.drafter = None
         self.waiting_since = None
+        self.behind_since = None
         self.proposals.clear()
         self.fallbacks.append(common_pb2.Fallback(reason=reason, position=self.length))

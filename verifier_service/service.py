@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import os
 import signal
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from typing import Any
 
 import grpc
@@ -24,7 +23,7 @@ from outrider.v1 import common_pb2, verifier_pb2, verifier_pb2_grpc
 from verifier_service.decoding import TargetLimits, parse_opening
 from verifier_service.drafter_link import DrafterLink
 from verifier_service.engine import VerifierEngine
-from verifier_service.events import Event, SequenceOpened, SequencesClosed, SessionClosed, StepOutput
+from verifier_service.events import Event, OpeningRefused, SequenceOpened, SequencesClosed, SessionClosed, StepOutput
 from verifier_service.session import Session
 from verifier_service.settings import VerifierSettings
 from verifier_service.target import Target
@@ -43,17 +42,19 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
             target,
             max_running=settings.max_running,
             max_waiting=settings.max_waiting,
+            split_from=settings.split_from,
             draft_timeout=settings.draft_timeout_seconds,
             is_tracing=telemetry.is_enabled,
         )
         self._thread: EngineThread[Event, StepOutput] = EngineThread(
-            self._engine, self._deliver, _on_engine_failure, "verifier-engine"
+            self._engine, self._deliver, self._on_engine_failure, "verifier-engine"
         )
         self._session_ids = itertools.count(1)
         self._link_sequence_ids = itertools.count(1)
         self._sessions: dict[int, Session] = {}
         self._links: dict[str, DrafterLink] = {}
         self._is_draining = False
+        self._has_failed = False
 
     async def start(self) -> None:
         """Load and warm up."""
@@ -78,16 +79,16 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
     async def drain(self) -> None:
         """Refuse new sequences and let those that run end."""
         self._is_draining = True
-        # The counts change on the engine's thread, which knows nothing of this loop's events.
-        while (load := self._engine.load_report()).num_running or load.num_waiting:  # noqa: ASYNC110
+        # It changes on the engine's thread, which knows nothing of this loop's events.
+        while self._engine.is_busy and not self._has_failed:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
     async def stop(self) -> None:
         """End all streams and the engine."""
+        self._is_draining = True
         for session in self._sessions.values():
             session.outbox.put_nowait(None)
-        for link in self._links.values():
-            await link.stop()
+        await self._stop_links(self._links.keys())
         await self._thread.stop()
         self._telemetry.shutdown()
 
@@ -120,16 +121,18 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         try:
             while (frame := await session.outbox.get()) is not None:
                 yield frame
+            if self._has_failed:
+                raise UnavailableError("the verifier's engine failed", retry_delay_seconds=1.0)
             if reader.done():
                 # Raises what ended the reading: a frame that did not parse ends the stream with its status.
                 reader.result()
         finally:
+            # First what cannot be interrupted. A task that is cancelled posts nothing more.
             reader.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await reader
             del self._sessions[session.session_id]
             session.close()
             self._thread.post(SessionClosed(session.session_id))
+            await asyncio.wait({reader})
             await self._prune_links()
 
     async def _read(self, session: Session, requests: AsyncIterator[verifier_pb2.DecodeRequest]) -> None:
@@ -163,7 +166,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
                 arrived_ns=arrived_ns,
             )
         except OutriderError as error:
-            session.send(_refusal(opening.sequence_id, error))
+            self._thread.post(OpeningRefused(session.session_id, opening.sequence_id, _sequence_error(error)))
             return
         if sequence.drafter is None:
             sequence.fall_back(_reason_without_drafter(opening, link))
@@ -171,6 +174,8 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         self._thread.post(SequenceOpened(sequence))
 
     def _dial(self, addresses: frozenset[str]) -> None:
+        if self._is_draining:
+            return
         for address in addresses - self._links.keys():
             self._links[address] = DrafterLink(
                 address,
@@ -183,13 +188,25 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
 
     async def _prune_links(self) -> None:
         wanted = frozenset[str]().union(*(session.drafter_addresses for session in self._sessions.values()))
-        for address in self._links.keys() - wanted:
-            await self._links.pop(address).stop()
+        await self._stop_links(self._links.keys() - wanted)
+
+    async def _stop_links(self, addresses: Iterable[str]) -> None:
+        # All are taken out before the first is waited for: another stream's end may come in between.
+        for link in [self._links.pop(address) for address in list(addresses)]:
+            await link.stop()
 
     def _announce(self, link: DrafterLink) -> None:
         for session in self._sessions.values():
             if link.address in session.drafter_addresses:
                 session.send(verifier_pb2.DecodeResponse(drafters=[link.status], load=self._engine.load_report()))
+
+    def _on_engine_failure(self, error: BaseException) -> None:
+        # The engine is gone for good: leave, so that whoever runs the process starts it anew.
+        logger.critical("leaving: the engine failed with %r", error)
+        self._has_failed = True
+        for session in self._sessions.values():
+            session.outbox.put_nowait(None)
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def _deliver(self, output: StepOutput) -> None:
         # Drafters first: while their frames travel, the gateways' are packed.
@@ -207,9 +224,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
                 session.send(frame)
 
 
-def _reason_without_drafter(
-    opening: verifier_pb2.OpenDecoding, link: DrafterLink | None
-) -> common_pb2.FallbackReason:
+def _reason_without_drafter(opening: verifier_pb2.OpenDecoding, link: DrafterLink | None) -> common_pb2.FallbackReason:
     if not opening.drafter_address and opening.no_drafter_reason:
         return opening.no_drafter_reason
     if link is not None and link.status.state == verifier_pb2.DRAFTER_STATE_INCOMPATIBLE:
@@ -217,24 +232,7 @@ def _reason_without_drafter(
     return common_pb2.FALLBACK_REASON_NO_DRAFTER
 
 
-def _refusal(sequence_id: int, error: OutriderError) -> verifier_pb2.DecodeResponse:
-    return verifier_pb2.DecodeResponse(
-        updates=[
-            verifier_pb2.SequenceUpdate(
-                sequence_id=sequence_id,
-                ended=verifier_pb2.Ended(
-                    error=verifier_pb2.SequenceError(
-                        code=code_number(error.code),
-                        message=error.message,
-                        retry_delay_seconds=error.retry_delay_seconds,
-                    )
-                ),
-            )
-        ]
+def _sequence_error(error: OutriderError) -> verifier_pb2.SequenceError:
+    return verifier_pb2.SequenceError(
+        code=code_number(error.code), message=error.message, retry_delay_seconds=error.retry_delay_seconds
     )
-
-
-def _on_engine_failure(error: BaseException) -> None:
-    # The engine is gone for good: leave, so that whoever runs the process starts it anew.
-    logger.critical("leaving: the engine failed with %r", error)
-    os.kill(os.getpid(), signal.SIGTERM)

@@ -35,9 +35,13 @@ class Session:
 
     def start_span(self, opening: verifier_pb2.OpenDecoding) -> str:
         """Begin the span of a sequence; the traceparent for what belongs below it, empty when it is not traced."""
-        parent = context_of(opening.traceparent) if self._telemetry.is_enabled else None
+        if not self._telemetry.is_enabled:
+            # The drafter may trace where we do not.
+            return opening.traceparent
+        parent = context_of(opening.traceparent)
         if parent is None:
             return ""
+        self.end_span(opening.sequence_id, "the gateway used the sequence's id again")
         span = self._telemetry.tracer.start_span(
             f"decode {self._model}",
             context=parent,
@@ -62,7 +66,7 @@ class Session:
         span.end(record.end_ns)
 
     def end_span(self, sequence_id: int, description: str = "") -> None:
-        """End the span of a sequence that the gateway closed, if it is still open."""
+        """End the span of a sequence, if there is one; with a description it counts as failed."""
         span = self._spans.pop(sequence_id, None)
         if span is not None:
             if description:

@@ -22,8 +22,16 @@ class VerifierSettings(ModelSettings):
     max_draft_tokens: int = Field(
         default=4, ge=1, le=MAX_DRAFT_TOKENS, description="draft tokens a step (K) where the request names none"
     )
+    num_candidates: int = Field(
+        default=64, ge=1, le=1024, description="candidates of a draft token that CUDA graphs have room for"
+    )
     max_running: int = Field(default=64, ge=1, description="most sequences decoded at once")
     max_waiting: int = Field(default=1024, ge=1, description="most sequences that may wait for a place")
+    split_from: int = Field(
+        default=16,
+        ge=2,
+        description="from so many speculating sequences on, a step verifies half of them while the other is drafted",
+    )
     draft_timeout_seconds: float = Field(
         default=0.5, gt=0, le=60, description="longest wait for a proposal before a step without one, seconds"
     )

@@ -33,6 +33,30 @@ class Verified:
 def verify(target: Target, batch: Sequence[Scheduled]) -> list[Verified | None]:
     """Run a step. The answer has an entry for each part of the batch, None for inner chunks of prompts."""
     drafts = [part.sequence.proposals.peek(part.num_drafts) for part in batch]
+    results: list[Verified | None] = [None] * len(batch)
+    eager = list(range(len(batch)))
+    if target.graphs is not None:
+        # Decoding replays a graph; chunks of prompts and what else has no graph follow in a pass of their own.
+        fitting = [
+            index
+            for index, (part, draft) in enumerate(zip(batch, drafts, strict=True))
+            if part.is_sampled and part.num_new == 1 and target.graphs.fits(part.sequence, draft)
+        ]
+        if fitting:
+            found = target.graphs.run(
+                [batch[index].sequence for index in fitting], [drafts[index] for index in fitting]
+            )
+            for index, (num_accepted, token_ids) in zip(fitting, found, strict=True):
+                results[index] = _verified(batch[index], num_accepted, token_ids, [])
+            eager = sorted(set(eager).difference(fitting))
+    if eager:
+        verified = _verify_eagerly(target, [batch[index] for index in eager], [drafts[index] for index in eager])
+        for index, result in zip(eager, verified, strict=True):
+            results[index] = result
+    return results
+
+
+def _verify_eagerly(target: Target, batch: Sequence[Scheduled], drafts: Sequence[DraftTokens]) -> list[Verified | None]:
     logits = target.runner.execute([_slice(part, draft) for part, draft in zip(batch, drafts, strict=True)])
     sampled = [(part, draft) for part, draft in zip(batch, drafts, strict=True) if part.is_sampled]
     if not sampled:
@@ -98,19 +122,20 @@ def _sample(
         ),
     )
     # The one wait for the device in a step: both results in one copy.
-    results = torch.cat([sample.num_accepted.unsqueeze(1), sample.token_ids], dim=1).cpu().numpy()
+    results = torch.cat([sample.num_accepted.unsqueeze(1), sample.token_ids], dim=1).tolist()
+    found = [(row[0], row[1 : row[0] + 2]) for row in results]
     first_rows = cu_num_drafts[:-1] + np.arange(len(parts))
     return [
-        _verified(logits[first_row:], part, int(row[0]), row[1 : int(row[0]) + 2].tolist())
-        for part, row, first_row in zip(parts, results, first_rows.tolist(), strict=True)
+        _verified(part, num_accepted, token_ids, _logprobs(logits[first_row:], token_ids, part.sequence.num_logprobs))
+        for part, (num_accepted, token_ids), first_row in zip(parts, found, first_rows.tolist(), strict=True)
     ]
 
 
 def _verified(
-    logits: torch.Tensor,  # [num_rows, vocab_size], from the sequence's first row on
     part: Scheduled,
     num_accepted: int,
     token_ids: list[int],
+    logprobs: Sequence[common_pb2.PositionLogprobs],
 ) -> Verified:
     if part.num_drafts == 0:
         last = common_pb2.TOKEN_ORIGIN_PLAIN
@@ -122,18 +147,18 @@ def _verified(
         token_ids=token_ids,
         num_accepted=num_accepted,
         origins=[common_pb2.TOKEN_ORIGIN_ACCEPTED] * num_accepted + [last],
-        logprobs=_logprobs(logits[: len(token_ids)], token_ids, part.sequence.num_logprobs),
+        logprobs=logprobs,
     )
 
 
 def _logprobs(
-    logits: torch.Tensor,  # [num_tokens, vocab_size]
+    logits: torch.Tensor,  # [num_rows, vocab_size], from the sequence's first row on
     token_ids: list[int],
     num_logprobs: int | None,
 ) -> list[common_pb2.PositionLogprobs]:
     if num_logprobs is None:
         return []
-    found = token_logprobs(logits, torch.tensor(token_ids, device=logits.device), num_logprobs)
+    found = token_logprobs(logits[: len(token_ids)], torch.tensor(token_ids, device=logits.device), num_logprobs)
     rows = zip(token_ids, found.chosen.tolist(), found.top_token_ids.tolist(), found.top_logprobs.tolist(), strict=True)
     return [
         common_pb2.PositionLogprobs(

@@ -3,26 +3,32 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+import itertools
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import grpc
+import pytest
+import torch
 
 from drafter_service.drafter import Drafter
 from drafter_service.factory import make_drafter
+from drafter_service.scripted_drafter import Script, ScriptedDrafter
 from drafter_service.service import DrafterService
 from drafter_service.settings import DrafterSettings
-from engine.device import make_runner
+from engine.batch import SequenceSlice
+from engine.model_runner import ModelRunner
 from engine.serving import Registration, Server
 from engine.telemetry import Telemetry
 from engine.wire import pack_tokens, unpack_tokens
-from outrider.v1 import common_pb2, drafter_pb2_grpc, verifier_pb2, verifier_pb2_grpc
+from outrider.v1 import common_pb2, drafter_pb2, drafter_pb2_grpc, generation_pb2, verifier_pb2, verifier_pb2_grpc
+from tests.service_device import SERVICE_DEVICE
 from verifier_service.service import VerifierService
 from verifier_service.settings import VerifierSettings
-from verifier_service.target import Target
+from verifier_service.target import make_target
 
 
 @asynccontextmanager
@@ -52,7 +58,7 @@ async def running_verifier(
     settings: VerifierSettings, telemetry: Telemetry | None = None
 ) -> AsyncIterator[tuple[Server, VerifierService]]:
     """A verifier on a free port."""
-    service = VerifierService(settings, Target(lambda: make_runner(settings, settings.model)), telemetry or Telemetry())
+    service = VerifierService(settings, make_target(settings), telemetry or Telemetry())
     registration = Registration(
         "outrider.v1.VerifierService", lambda s: verifier_pb2_grpc.add_VerifierServiceServicer_to_server(service, s)
     )
@@ -66,12 +72,28 @@ async def running_verifier(
 
 def drafter_settings(**fields: Any) -> DrafterSettings:
     """Settings for tests: free port, no long drain, CPU unless told otherwise."""
-    return DrafterSettings(**{"listen": "127.0.0.1:0", "device": "cpu", "drain_seconds": 0.2, **fields})
+    return DrafterSettings(
+        **{
+            "listen": "127.0.0.1:0",
+            "device": SERVICE_DEVICE,
+            "dtype": "float32",
+            "num_blocks": 2048,
+            "drain_seconds": 0.2,
+            **fields,
+        }
+    )
 
 
 def verifier_settings(model: Path, **fields: Any) -> VerifierSettings:
     """Settings for tests: free port, no long drain, CPU unless told otherwise, a patient wait for proposals."""
-    defaults = {"listen": "127.0.0.1:0", "device": "cpu", "drain_seconds": 0.2, "draft_timeout_seconds": 10.0}
+    defaults = {
+        "listen": "127.0.0.1:0",
+        "device": SERVICE_DEVICE,
+        "dtype": "float32",
+        "num_blocks": 2048,
+        "drain_seconds": 0.2,
+        "draft_timeout_seconds": 10.0,
+    }
     return VerifierSettings(**{**defaults, "model": model, **fields})
 
 
@@ -90,6 +112,13 @@ class Result:
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
+    def finish(self) -> str:
+        """Name of the finish reason, empty for a sequence that failed or goes on."""
+        if self.ended is None or not self.ended.HasField("finish_reason"):
+            return ""
+        return generation_pb2.FinishReason.Name(self.ended.finish_reason).removeprefix("FINISH_REASON_")
+
+    @property
     def reasons(self) -> list[str]:
         """Names of the fallback reasons, in order."""
         return [common_pb2.FallbackReason.Name(reason).removeprefix("FALLBACK_REASON_") for reason, _ in self.fallbacks]
@@ -100,16 +129,18 @@ class DecodeClient:
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.stub = verifier_pb2_grpc.VerifierServiceStub(channel)
-        self._outbox: asyncio.Queue[verifier_pb2.DecodeRequest] = asyncio.Queue()
+        # None ends the stream of requests.
+        self._outbox: asyncio.Queue[verifier_pb2.DecodeRequest | None] = asyncio.Queue()
         self.results: dict[int, Result] = {}
         self.drafters: dict[str, verifier_pb2.DrafterStatus] = {}
         self._changed = asyncio.Condition()
         self._next_id = 1
         self.error: BaseException | None = None
+        self.reuses_ids = False
 
     async def _requests(self) -> AsyncIterator[verifier_pb2.DecodeRequest]:
-        while True:
-            yield await self._outbox.get()
+        while (frame := await self._outbox.get()) is not None:
+            yield frame
 
     async def run(self) -> None:
         """Read frames until the stream ends."""
@@ -127,7 +158,8 @@ class DecodeClient:
                 result.done.set()
 
     def _take(self, update: verifier_pb2.SequenceUpdate) -> None:
-        result = self.results[update.sequence_id]
+        result = self.results.setdefault(update.sequence_id, Result())
+        assert result.ended is None or self.reuses_ids, "an update after the end"
         result.token_ids += unpack_tokens(update.token_ids)
         result.origins += list(update.origins)
         result.logprobs += update.logprobs
@@ -143,6 +175,10 @@ class DecodeClient:
         """Send any frame."""
         self._outbox.put_nowait(frame)
 
+    def finish(self) -> None:
+        """Send nothing more."""
+        self._outbox.put_nowait(None)
+
     async def use_drafters(self, *addresses: str, state: int = verifier_pb2.DRAFTER_STATE_READY) -> None:
         """Name the drafters and wait until all are in `state`."""
         self.send(verifier_pb2.DecodeRequest(drafters=verifier_pb2.DrafterPool(addresses=addresses)))
@@ -154,6 +190,11 @@ class DecodeClient:
             await self._changed.wait_for(
                 lambda: all(a in self.drafters and self.drafters[a].state == state for a in addresses)
             )
+
+    @property
+    def last_id(self) -> int:
+        """Of the sequence opened last."""
+        return self._next_id - 1
 
     def open(self, token_ids: Sequence[int], *, drafter: str = "", seed: int = 0, **fields: Any) -> tuple[int, Result]:
         """Open a sequence; greedy unless `sampling` says otherwise."""
@@ -180,6 +221,65 @@ class DecodeClient:
         if self.error is not None:
             raise self.error
         return result
+
+
+@asynccontextmanager
+async def scripted_drafter(script: Script, **fields: Any) -> AsyncIterator[Server]:
+    """A drafter that proposes what a callable says."""
+    settings = drafter_settings(kind="scripted", script="a callable", **fields)
+    async with running_drafter(settings, drafter=ScriptedDrafter(script)) as server:
+        yield server
+
+
+def replay(*sequences: Sequence[int], offset: int = 0, vocab_size: int = 64) -> Script:
+    """A script that continues the first of the sequences that begins with what is committed; wrong by `offset`."""
+
+    def script(token_ids: Sequence[int], max_draft_tokens: int) -> Sequence[int]:
+        length = len(token_ids)
+        for sequence in sequences:
+            if list(sequence[:length]) == list(token_ids):
+                return [(token + offset) % vocab_size for token in sequence[length : length + max_draft_tokens]]
+        return ()
+
+    return script
+
+
+def fail_once(monkeypatch: pytest.MonkeyPatch, runner: ModelRunner, *, at_call: int, times: int = 1) -> None:
+    """Let the forward pass number `at_call` from now on raise, and the `times` - 1 that follow."""
+    execute = runner.execute
+    calls = itertools.count(1)
+
+    def failing(slices: Sequence[SequenceSlice]) -> torch.Tensor:
+        if at_call <= next(calls) < at_call + times:
+            raise RuntimeError("planted")
+        return execute(slices)
+
+    monkeypatch.setattr(runner, "execute", failing)
+
+
+async def eventually(condition: Callable[[], Awaitable[bool] | bool], timeout: float = 10.0) -> None:
+    """Wait until the condition holds. Raises TimeoutError when it does not come to that."""
+    async with asyncio.timeout(timeout):
+        while True:
+            result = condition()
+            if result if isinstance(result, bool) else await result:
+                return
+            await asyncio.sleep(0.01)
+
+
+async def verifier_is_empty(client: DecodeClient) -> bool:
+    """Whether the verifier holds no sequence and no KV block."""
+    info = await client.stub.GetInfo(verifier_pb2.VerifierServiceGetInfoRequest())
+    load = info.load
+    return load.num_running == load.num_waiting == 0 and load.num_free_kv_blocks == load.num_kv_blocks
+
+
+async def drafter_is_empty(address: str) -> bool:
+    """Whether the drafter holds no sequence and no KV block."""
+    async with grpc.aio.insecure_channel(address) as channel:
+        stub = drafter_pb2_grpc.DrafterServiceStub(channel)
+        info = await stub.GetInfo(drafter_pb2.DrafterServiceGetInfoRequest())
+    return info.num_sequences == 0 and info.num_free_kv_blocks == info.num_kv_blocks
 
 
 @asynccontextmanager

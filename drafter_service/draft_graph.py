@@ -1,0 +1,256 @@
+"""A drafting round of fixed shape in one CUDA graph: catch up, then K tokens without a word from the host.
+
+Each token is sampled on the device and fed straight into the next forward pass; the host sees only the finished drafts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from drafter_service.drafter import Draft
+from drafter_service.sequence import DraftSequence
+from engine.batch import Batch
+from engine.cuda_graph import GraphPool, batch_buckets
+from engine.model_runner import ModelRunner
+from engine.static_tensors import StaticTensors, TensorSpec
+from kernels.draft_sample import draft_sample
+
+# After full acceptance two tokens are missing from the cache: the last draft token, which was sampled but never
+# computed, and the bonus token. After a rejection it is one.
+MAX_CATCH_UP = 2
+
+
+@dataclass(frozen=True)
+class DraftShape:
+    """What a graph was captured for: at most so many sequences and so many draft tokens each."""
+
+    num_sequences: int
+    num_draft_tokens: int
+    is_filtered: bool  # whether top-k, top-p and min-p are looked at
+
+
+class DraftGraphs:
+    """The graphs of all shapes that drafting meets: each bucket of the batch size, with and without filters."""
+
+    def __init__(self, runner: ModelRunner, *, max_sequences: int, max_draft_tokens: int, num_candidates: int) -> None:
+        self._buckets = batch_buckets(max_sequences)
+        self._max_draft_tokens = max_draft_tokens
+        max_blocks = -(-runner.max_length // runner.block_size)
+        self._graphs = {
+            shape: DraftGraph(runner, shape, num_candidates=num_candidates, max_blocks=max_blocks)
+            for num_sequences in reversed(self._buckets)
+            for is_filtered in (False, True)
+            for shape in (DraftShape(num_sequences, max_draft_tokens, is_filtered),)
+        }
+
+    def capture(self, pool: GraphPool) -> None:
+        """Record all graphs, the largest first, so that the others find its memory."""
+        for graph in self._graphs.values():
+            graph.capture(pool)
+
+    def fits(self, sequence: DraftSequence, num_draft_tokens: int) -> bool:
+        """Whether a graph can draft so many tokens for the sequence."""
+        return (
+            0 < num_draft_tokens <= self._max_draft_tokens
+            and sequence.num_missing <= MAX_CATCH_UP
+            and not sequence.sampling.has_penalties
+        )
+
+    def run(self, sequences: Sequence[DraftSequence], num_draft_tokens: Sequence[int]) -> list[Draft]:
+        """Draft for sequences that fit, the given number of tokens each."""
+        drafts: list[Draft] = []
+        for start in range(0, len(sequences), self._buckets[-1]):
+            part = sequences[start : start + self._buckets[-1]]
+            bucket = next(bucket for bucket in self._buckets if bucket >= len(part))
+            is_filtered = any(sequence.sampling.has_filters for sequence in part)
+            graph = self._graphs[DraftShape(bucket, self._max_draft_tokens, is_filtered)]
+            drafts += graph.run(part, num_draft_tokens[start : start + len(part)])
+        return drafts
+
+
+class DraftGraph:
+    """One captured shape. Belongs to the engine's thread."""
+
+    def __init__(self, runner: ModelRunner, shape: DraftShape, *, num_candidates: int, max_blocks: int) -> None:
+        self.shape = shape
+        self._runner = runner
+        self._num_candidates = num_candidates
+        batch, num_tokens = shape.num_sequences, shape.num_sequences * MAX_CATCH_UP
+        i16, i32, i64, f32 = torch.int16, torch.int32, torch.int64, torch.float32
+        self._inputs = StaticTensors(
+            {
+                "token_ids": TensorSpec((num_tokens,), i64),
+                "positions": TensorSpec((num_tokens,), i64),
+                "slot_mapping": TensorSpec((num_tokens,), i64),
+                "lengths": TensorSpec((batch,), i64),  # committed tokens: the position of the first draft token
+                "capacities": TensorSpec((batch,), i64),  # tokens that the sequence's blocks hold
+                "seeds": TensorSpec((batch,), i64),
+                "cu_query_lens": TensorSpec((batch + 1,), i32),
+                "temperature": TensorSpec((batch,), f32),
+                "top_k": TensorSpec((batch,), i32),
+                "top_p": TensorSpec((batch,), f32),
+                "min_p": TensorSpec((batch,), f32),
+                "block_tables": TensorSpec((batch, max_blocks), i32),
+            },
+            runner.device,
+        )
+        drafted = (batch, shape.num_draft_tokens)
+        self._outputs = StaticTensors(
+            {
+                "token_ids": TensorSpec(drafted, i32),
+                "candidate_ids": TensorSpec((*drafted, num_candidates), i32),
+                "candidate_weights": TensorSpec((*drafted, num_candidates), i16),
+            },
+            runner.device,
+        )
+        self._rows = torch.arange(batch, device=runner.device)
+        self._one_each = torch.arange(batch + 1, dtype=torch.int32, device=runner.device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def capture(self, pool: GraphPool) -> None:
+        """Record the graph. The round runs on padding, which leaves the cache alone."""
+        self._fill_padding(0, 0)
+        self._inputs.upload()
+        self._graph = pool.capture(self._compute)
+
+    def run(self, sequences: Sequence[DraftSequence], num_draft_tokens: Sequence[int]) -> list[Draft]:
+        """Draft for every sequence, the given number of tokens each; at most MAX_CATCH_UP of each are not computed."""
+        self._fill(sequences)
+        self._inputs.upload()
+        if self._graph is None:
+            self._compute()
+        else:
+            self._graph.replay()
+        self._outputs.download()
+        if self._runner.device.type == "cuda":
+            torch.cuda.current_stream(self._runner.device).synchronize()
+        host = self._outputs.host
+        drafts = []
+        for row, (sequence, count) in enumerate(zip(sequences, num_draft_tokens, strict=True)):
+            token_ids = host["token_ids"][row, :count].tolist()
+            # The last token is sampled but not computed; what a longer neighbour made the graph compute beyond it is
+            # overwritten later, like rejected tokens.
+            sequence.num_computed = sequence.length + count - 1
+            if not sequence.wants_candidates:
+                drafts.append(Draft(sequence, token_ids))
+                continue
+            # Copies: the buffer is filled anew by the next round.
+            ids = host["candidate_ids"][row, :count].copy()
+            weights = host["candidate_weights"][row, :count].view(np.uint16).astype(np.int32)
+            drafts.append(Draft(sequence, token_ids, ids, weights))
+        return drafts
+
+    @torch.inference_mode()
+    def _compute(self) -> None:
+        values = self._inputs.device
+        lengths = values["lengths"]
+        logits = self._runner.forward(
+            Batch(
+                token_ids=values["token_ids"],
+                positions=values["positions"],
+                slot_mapping=values["slot_mapping"],
+                logit_rows=(values["cu_query_lens"][1:] - 1).clamp(min=0).long(),
+                cu_query_lens=values["cu_query_lens"],
+                context_lens=lengths.int(),
+                block_tables=values["block_tables"],
+                max_query_len=MAX_CATCH_UP,
+            )
+        )
+        for index in range(self.shape.num_draft_tokens):
+            positions = lengths + index
+            token_ids = self._sample(logits, positions, index)
+            if index + 1 < self.shape.num_draft_tokens:
+                logits = self._runner.forward(self._next_batch(token_ids, positions))
+
+    def _sample(
+        self,
+        logits: torch.Tensor,  # [num_sequences, vocab_size]
+        positions: torch.Tensor,  # [num_sequences] int64
+        index: int,
+    ) -> torch.Tensor:  # [num_sequences] int32
+        values, outputs = self._inputs.device, self._outputs.device
+        is_filtered = self.shape.is_filtered
+        sample = draft_sample(
+            logits,
+            values["temperature"],
+            values["seeds"],
+            positions,
+            top_k=values["top_k"] if is_filtered else None,
+            top_p=values["top_p"] if is_filtered else None,
+            min_p=values["min_p"] if is_filtered else None,
+            num_candidates=self._num_candidates,
+        )
+        outputs["token_ids"][:, index].copy_(sample.token_ids)
+        outputs["candidate_ids"][:, index].copy_(sample.candidate_ids)
+        # 16 bits hold every weight: one that took everything would be written as none at all.
+        outputs["candidate_weights"][:, index].copy_(sample.candidate_weights)
+        return sample.token_ids
+
+    def _next_batch(
+        self,
+        token_ids: torch.Tensor,  # [num_sequences] int32
+        positions: torch.Tensor,  # [num_sequences] int64
+    ) -> Batch:
+        values = self._inputs.device
+        block_size = self._runner.block_size
+        is_kept = positions < values["capacities"]
+        column = torch.where(is_kept, positions // block_size, 0)
+        block = values["block_tables"][self._rows, column].long()
+        return Batch(
+            token_ids=token_ids.long(),
+            positions=torch.where(is_kept, positions, 0),
+            slot_mapping=torch.where(is_kept, block * block_size + positions % block_size, -1),
+            logit_rows=self._rows,
+            cu_query_lens=self._one_each,
+            context_lens=torch.where(is_kept, positions + 1, 1).int(),
+            block_tables=values["block_tables"],
+            max_query_len=1,
+        )
+
+    def _fill(self, sequences: Sequence[DraftSequence]) -> None:
+        host = self._inputs.host
+        block_size = self._runner.block_size
+        num_sequences = len(sequences)
+        lengths = np.array([sequence.length for sequence in sequences])
+        missing = np.array([sequence.num_missing for sequence in sequences])
+        ends = np.cumsum(missing)
+        num_tokens = int(ends[-1])
+        owners = np.repeat(np.arange(num_sequences), missing)
+        positions = np.arange(num_tokens) - (ends - missing)[owners] + (lengths - missing)[owners]
+        tables = host["block_tables"]
+        tokens: list[int] = []
+        for row, sequence in enumerate(sequences):
+            tokens += sequence.token_ids[sequence.num_computed :]
+            table = sequence.block_ids.array
+            tables[row, : len(table)] = table
+            host["capacities"][row] = len(table) * block_size
+        host["token_ids"][:num_tokens] = tokens
+        host["positions"][:num_tokens] = positions
+        host["slot_mapping"][:num_tokens] = (
+            tables[owners, positions // block_size].astype(np.int64) * block_size + positions % block_size
+        )
+        host["cu_query_lens"][1 : num_sequences + 1] = ends
+        host["lengths"][:num_sequences] = lengths
+        sampling = [sequence.sampling for sequence in sequences]
+        host["temperature"][:num_sequences] = [p.temperature for p in sampling]
+        host["seeds"].view(np.uint64)[:num_sequences] = [p.seed for p in sampling]
+        if self.shape.is_filtered:
+            host["top_k"][:num_sequences] = [min(p.top_k, self._runner.vocab_size) for p in sampling]
+            host["top_p"][:num_sequences] = [p.top_p for p in sampling]
+            host["min_p"][:num_sequences] = [p.min_p for p in sampling]
+        self._fill_padding(num_sequences, num_tokens)
+
+    def _fill_padding(self, num_sequences: int, num_tokens: int) -> None:
+        """Sequences without tokens or blocks, and tokens that no sequence owns and the cache does not keep."""
+        host = self._inputs.host
+        host["cu_query_lens"][num_sequences + 1 :] = num_tokens
+        host["lengths"][num_sequences:] = 0
+        host["capacities"][num_sequences:] = 0
+        host["temperature"][num_sequences:] = 0.0
+        host["token_ids"][num_tokens:] = 0
+        host["positions"][num_tokens:] = 0
+        host["slot_mapping"][num_tokens:] = -1

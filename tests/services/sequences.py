@@ -1,0 +1,60 @@
+"""Sequences of the verifier as the units below the engine see them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from engine.sampling_parameters import SamplingParameters
+from outrider.v1 import common_pb2
+from verifier_service.proposal_buffer import DraftTokens
+from verifier_service.sequence import LinkKey, TargetSequence
+
+LINK = LinkKey("drafter:1", 1)
+VOCABULARY = 64
+
+_ids = itertools.count(1)
+
+
+def target_sequence(length: int = 4, *, length_limit: int = 64, **fields: Any) -> TargetSequence:
+    """A greedy sequence that has just arrived, with a drafter unless told otherwise."""
+    number = next(_ids)
+    defaults = {
+        "session_id": 1,
+        "sequence_id": number,
+        "link_sequence_id": number,
+        "token_ids": [number % VOCABULARY] * length,
+        "num_prompt_tokens": length,
+        "sampling": SamplingParameters(temperature=0.0),
+        "length_limit": length_limit,
+        "eos_token_ids": frozenset[int](),
+        "stop_token_ids": frozenset[int](),
+        "num_logprobs": None,
+        "max_draft_tokens": 4,
+        "verification": common_pb2.VERIFICATION_UNSPECIFIED,
+        "drafter": LINK,
+        "traceparent": "",
+        "request_id": f"request {number}",
+        "arrived_ns": 0,
+        "history": None,
+    }
+    return TargetSequence(**(defaults | fields))
+
+
+def propose(sequence: TargetSequence, tokens: Sequence[int]) -> None:
+    """Let a one-hot proposal arrive behind what the sequence has."""
+    none = np.empty((len(tokens), 0), np.int32)
+    drafts = DraftTokens(list(tokens), none, none)
+    position = sequence.length + len(sequence.proposals)
+    sequence.proposals.offer(sequence.proposals.epoch, position, drafts, sequence.token_ids)
+
+
+def commit(sequence: TargetSequence, tokens: Sequence[int], num_accepted: int) -> None:
+    """What the engine does to a sequence after a step that reached its end."""
+    sequence.num_computed += num_accepted
+    sequence.token_ids.extend(tokens)
+    sequence.num_committed_here += len(tokens)
+    sequence.proposals.commit(tokens)

@@ -1,0 +1,192 @@
+"""The fixed shapes that CUDA graphs record, against the paths without a shape.
+
+Without a GPU the same work runs unrecorded, which covers its layout and padding; on one (make gpu-test) it replays.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from drafter_service.draft_graph import DraftGraphs
+from drafter_service.drafter import Draft
+from drafter_service.model_drafter import ModelDrafter
+from drafter_service.sequence import DraftSequence
+from engine.cuda_graph import GraphPool, batch_buckets
+from engine.model_runner import ModelRunner
+from engine.sampling_parameters import SamplingParameters
+from tests.service_device import SERVICE_DEVICE
+from tests.services.sequences import target_sequence
+from tests.tiny_models import save_tiny_llama
+from verifier_service.decode_graph import DecodeGraphs
+from verifier_service.proposal_buffer import DraftTokens
+from verifier_service.scheduler import Scheduled
+from verifier_service.sequence import TargetSequence
+from verifier_service.target import Target
+from verifier_service.verify import verify
+
+VOCABULARY = 64
+SAMPLING = [
+    SamplingParameters(temperature=0.0),
+    SamplingParameters(temperature=1.0, seed=1),
+    SamplingParameters(temperature=0.8, seed=(1 << 64) - 3),
+    SamplingParameters(temperature=1.2, top_k=20, seed=3),
+    SamplingParameters(temperature=1.0, top_p=0.7, min_p=0.02, seed=4),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_llama(tmp_path_factory.mktemp("model"), vocab_size=VOCABULARY, max_length=128)
+
+
+def make_runner(model: Path) -> ModelRunner:
+    return ModelRunner(model, device=torch.device(SERVICE_DEVICE), dtype=torch.float32, num_blocks=128)
+
+
+def capture(graphs: DecodeGraphs | DraftGraphs) -> None:
+    if SERVICE_DEVICE != "cpu":
+        graphs.capture(GraphPool(torch.device(SERVICE_DEVICE)))
+
+
+def random_draft(generator: np.random.Generator, num_tokens: int, num_candidates: int) -> DraftTokens:
+    """Draft tokens with a uniform q over some candidates, or none at all."""
+    if num_candidates == 0:
+        none = np.empty((num_tokens, 0), np.int32)
+        return DraftTokens(generator.integers(0, VOCABULARY, num_tokens).tolist(), none, none)
+    ids = np.stack([generator.choice(VOCABULARY, num_candidates, replace=False) for _ in range(num_tokens)])
+    weights = np.full((num_tokens, num_candidates), 65536 // num_candidates, np.int32)
+    return DraftTokens(ids[:, 0].tolist(), ids.astype(np.int32), weights)
+
+
+def prefilled(target: Target, sampling: SamplingParameters, length: int, seed: int) -> TargetSequence:
+    """A sequence all of whose tokens but the last are computed."""
+    generator = np.random.default_rng(seed)
+    sequence = target_sequence(
+        token_ids=generator.integers(0, VOCABULARY, length).tolist(), sampling=sampling, length_limit=120
+    )
+    assert target.blocks.grow(sequence.block_ids, length + 5)
+    if length > 1:
+        verify(target, [Scheduled(sequence, length - 1, 0, False)])
+    sequence.num_computed = length - 1
+    sequence.num_committed_here = 1
+    return sequence
+
+
+@pytest.mark.parametrize("most", [1, 5, 8, 64, 100, 300])
+def test_buckets_end_where_they_should(most: int) -> None:
+    """Catches a batch size without a bucket."""
+    buckets = batch_buckets(most)
+    assert buckets == sorted(set(buckets))
+    assert buckets[-1] == most
+
+
+@pytest.mark.parametrize("num_drafts", [(4, 0, 2, 3, 4), (0, 0, 0, 0, 0), (1, 4, 4)])
+@pytest.mark.parametrize("num_candidates", [0, 8])
+def test_a_graphed_step_samples_what_an_eager_one_does(
+    model: Path, num_drafts: tuple[int, ...], num_candidates: int
+) -> None:
+    """Catches padding that reaches a real sequence, and ragged drafts laid out at the wrong rows."""
+    target = Target(lambda: make_runner(model))
+    target.load()
+    generator = np.random.default_rng(len(num_drafts) + num_candidates)
+    batch = []
+    for index, count in enumerate(num_drafts):
+        sequence = prefilled(target, SAMPLING[index], 1 + 13 * index, seed=index)
+        if count:
+            draft = random_draft(generator, count, num_candidates)
+            sequence.proposals.offer(0, sequence.length, draft, sequence.token_ids)
+        batch.append(Scheduled(sequence, 1, count, True))
+    eager = verify(target, batch)
+    # A bucket that the batch fills, and one with room for padding.
+    for max_sequences in (len(batch), 16):
+        target.graphs = DecodeGraphs(target.runner, max_sequences=max_sequences, max_draft_tokens=4, num_candidates=16)
+        capture(target.graphs)
+        for _ in range(2):  # the second time, the inputs hold what the first one left
+            assert verify(target, batch) == eager
+        # A smaller batch after a larger one: what is left of it must not be seen.
+        assert verify(target, batch[1:]) == eager[1:]
+
+
+def test_what_has_no_graph_runs_beside_those_that_have(model: Path) -> None:
+    """Catches results handed to the wrong sequence when a step is split."""
+    target = Target(lambda: make_runner(model))
+    target.load()
+    generator = np.random.default_rng(0)
+    batch = []
+    for index in range(5):
+        sequence = prefilled(target, SAMPLING[index], 20 + index, seed=index)
+        count = [2, 5, 0, 3, 1][index]  # five drafts are more than the graphs take
+        if index == 3:
+            sequence.num_logprobs = 2
+        if count:
+            sequence.proposals.offer(0, sequence.length, random_draft(generator, count, 4), sequence.token_ids)
+        batch.append(Scheduled(sequence, 1, count, True))
+    eager = verify(target, batch)
+    target.graphs = DecodeGraphs(target.runner, max_sequences=8, max_draft_tokens=4, num_candidates=16)
+    capture(target.graphs)
+    assert verify(target, batch) == eager
+    assert [bool(result.logprobs) for result in eager if result] == [False, False, False, True, False]
+
+
+def draft_sequences() -> list[DraftSequence]:
+    generator = np.random.default_rng(3)
+    return [
+        DraftSequence(
+            sequence_id=index,
+            token_ids=generator.integers(0, VOCABULARY, 3 + 9 * index).tolist(),
+            num_prompt_tokens=1,
+            sampling=sampling,
+            max_draft_tokens=1 + index % 4,
+            wants_candidates=not sampling.is_greedy,
+        )
+        for index, sampling in enumerate(SAMPLING)
+    ]
+
+
+def test_a_graphed_round_drafts_what_an_eager_one_does(model: Path) -> None:
+    """Catches a token fed back at the wrong place, and a cache that is wrong after one or two tokens of catching up."""
+    drafter = ModelDrafter(
+        lambda: make_runner(model),
+        name="tiny",
+        revision="",
+        tokenizer_fingerprint="",
+        max_num_batched_tokens=512,
+        num_candidates=16,
+    )
+    drafter.load()
+
+    def three_rounds() -> list[tuple[list[int], list[list[int]], list[list[int]]]]:
+        sequences = draft_sequences()
+        found = []
+        for round_number in range(3):
+            for draft in sorted(drafter.draft(sequences), key=lambda draft: draft.sequence.sequence_id):
+                assert isinstance(draft, Draft)
+                tokens = list(draft.token_ids)
+                if draft.candidate_ids is None or draft.candidate_weights is None:
+                    found.append((tokens, [], []))
+                else:
+                    # Candidates without weight are padding, and may be any.
+                    has_weight = draft.candidate_weights > 0
+                    found.append(
+                        (tokens, (draft.candidate_ids * has_weight).tolist(), draft.candidate_weights.tolist())
+                    )
+                # All accepted and a bonus token in one round, a rejection at the first token in the next.
+                sequence = draft.sequence
+                sequence.proposed = tokens
+                verdict = [*tokens, 7] if (round_number + sequence.sequence_id) % 2 else [(tokens[0] + 1) % VOCABULARY]
+                sequence.commit(verdict, sequence.length + len(verdict), 0)
+        for sequence in sequences:
+            drafter.release(sequence)
+        return found
+
+    eager = three_rounds()
+    for max_sequences in (5, 8, 2):
+        drafter._graphs = DraftGraphs(
+            drafter._runner, max_sequences=max_sequences, max_draft_tokens=4, num_candidates=16
+        )
+        capture(drafter._graphs)
+        assert three_rounds() == eager

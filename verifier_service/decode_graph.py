@@ -1,0 +1,228 @@
+"""A verify step of fixed shape, forward pass and sampling in one CUDA graph.
+
+Launching the few hundred kernels of a step one by one takes longer than a GPU takes to run them at a small batch. A
+graph replays them all with one launch, for inputs at fixed addresses and of a fixed shape: sequences are padded to a
+bucket of the batch size, and draft tokens to the longest proposal. Within that shape the batch may be as ragged as it
+likes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from engine.batch import Batch
+from engine.cuda_graph import GraphPool, batch_buckets
+from engine.model_runner import ModelRunner
+from engine.static_tensors import StaticTensors, TensorSpec
+from kernels.rejection_sample import rejection_sample
+from verifier_service.proposal_buffer import DraftTokens
+from verifier_service.sequence import TargetSequence
+
+
+@dataclass(frozen=True)
+class GraphShape:
+    """What a graph was captured for: at most so many sequences, of at most so many tokens each."""
+
+    num_sequences: int
+    query_len: int  # 1, or draft tokens + 1
+    is_filtered: bool  # whether top-k, top-p and min-p are looked at
+
+
+class DecodeGraphs:
+    """The graphs of all shapes of decoding: each bucket of the batch size, with and without drafts and filters."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        max_sequences: int,
+        max_draft_tokens: int,
+        num_candidates: int,
+    ) -> None:
+        self._buckets = batch_buckets(max_sequences)
+        self._max_draft_tokens = max_draft_tokens
+        self._num_candidates = num_candidates
+        max_blocks = -(-runner.max_length // runner.block_size)
+        self._graphs = {
+            shape: DecodeGraph(runner, shape, num_candidates=num_candidates, max_blocks=max_blocks)
+            for num_sequences in reversed(self._buckets)
+            for query_len in (max_draft_tokens + 1, 1)
+            for is_filtered in (False, True)
+            for shape in (GraphShape(num_sequences, query_len, is_filtered),)
+        }
+
+    def capture(self, pool: GraphPool) -> None:
+        """Record all graphs, the largest first, so that the others find its memory."""
+        for graph in self._graphs.values():
+            graph.capture(pool)
+
+    def fits(self, sequence: TargetSequence, draft: DraftTokens) -> bool:
+        """Whether a graph can decode the sequence, which misses only its last committed token."""
+        return (
+            sequence.history is None
+            and sequence.num_logprobs is None
+            and len(draft) <= self._max_draft_tokens
+            and draft.candidate_ids.shape[1] <= self._num_candidates
+        )
+
+    def run(self, sequences: Sequence[TargetSequence], drafts: Sequence[DraftTokens]) -> list[tuple[int, list[int]]]:
+        """One step of at most `max_sequences` that fit; see `DecodeGraph.run`."""
+        query_len = self._max_draft_tokens + 1 if any(len(draft) for draft in drafts) else 1
+        is_filtered = any(sequence.sampling.has_filters for sequence in sequences)
+        num_sequences = next(bucket for bucket in self._buckets if bucket >= len(sequences))
+        return self._graphs[GraphShape(num_sequences, query_len, is_filtered)].run(sequences, drafts)
+
+
+class DecodeGraph:
+    """One captured shape. Belongs to the engine's thread."""
+
+    def __init__(self, runner: ModelRunner, shape: GraphShape, *, num_candidates: int, max_blocks: int) -> None:
+        self.shape = shape
+        self._runner = runner
+        batch, num_tokens = shape.num_sequences, shape.num_sequences * shape.query_len
+        num_drafts = num_tokens - batch
+        i32, i64, f32 = torch.int32, torch.int64, torch.float32
+        specs = {
+            "token_ids": TensorSpec((num_tokens,), i64),
+            "positions": TensorSpec((num_tokens,), i64),
+            "slot_mapping": TensorSpec((num_tokens,), i64),
+            "cu_query_lens": TensorSpec((batch + 1,), i32),
+            "context_lens": TensorSpec((batch,), i32),
+            "cu_num_drafts": TensorSpec((batch + 1,), i32),
+            "draft_token_ids": TensorSpec((num_drafts,), i32),
+            "candidate_ids": TensorSpec((num_drafts, num_candidates), i32),
+            "candidate_weights": TensorSpec((num_drafts, num_candidates), i32),
+            "temperature": TensorSpec((batch,), f32),
+            "seeds": TensorSpec((batch,), i64),
+            "sample_positions": TensorSpec((batch,), i64),
+            "top_k": TensorSpec((batch,), i32),
+            "top_p": TensorSpec((batch,), f32),
+            "min_p": TensorSpec((batch,), f32),
+            "block_tables": TensorSpec((batch, max_blocks), i32),
+        }
+        self._inputs = StaticTensors(specs, runner.device)
+        self._outputs = StaticTensors({"results": TensorSpec((batch, shape.query_len + 1), i32)}, runner.device)
+        self._logit_rows = torch.arange(num_tokens, device=runner.device)
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def capture(self, pool: GraphPool) -> None:
+        """Record the graph. The step runs on padding, which leaves the cache alone."""
+        self._fill_padding(0, 0, 0)
+        self._inputs.upload()
+        self._graph = pool.capture(self._compute)
+
+    def run(self, sequences: Sequence[TargetSequence], drafts: Sequence[DraftTokens]) -> list[tuple[int, list[int]]]:
+        """One step; for each sequence the number of accepted draft tokens, and all tokens that it commits."""
+        self._fill(sequences, drafts)
+        self._inputs.upload()
+        if self._graph is None:
+            self._compute()
+        else:
+            self._graph.replay()
+        self._outputs.download()
+        if self._runner.device.type == "cuda":
+            torch.cuda.current_stream(self._runner.device).synchronize()
+        results = self._outputs.host["results"][: len(sequences)].tolist()
+        return [(row[0], row[1 : row[0] + 2]) for row in results]
+
+    @torch.inference_mode()
+    def _compute(self) -> None:
+        values = self._inputs.device
+        logits = self._runner.forward(
+            Batch(
+                token_ids=values["token_ids"],
+                positions=values["positions"],
+                slot_mapping=values["slot_mapping"],
+                logit_rows=self._logit_rows,
+                cu_query_lens=values["cu_query_lens"],
+                context_lens=values["context_lens"],
+                block_tables=values["block_tables"],
+                max_query_len=self.shape.query_len,
+            )
+        )
+        is_filtered = self.shape.is_filtered
+        sample = rejection_sample(
+            logits,
+            values["cu_num_drafts"],
+            values["draft_token_ids"],
+            values["candidate_ids"],
+            values["candidate_weights"],
+            values["temperature"],
+            values["seeds"],
+            values["sample_positions"],
+            max_num_draft_tokens=self.shape.query_len - 1,
+            top_k=values["top_k"] if is_filtered else None,
+            top_p=values["top_p"] if is_filtered else None,
+            min_p=values["min_p"] if is_filtered else None,
+        )
+        results = self._outputs.device["results"]
+        results[:, 0].copy_(sample.num_accepted)
+        results[:, 1:].copy_(sample.token_ids)
+
+    def _fill(self, sequences: Sequence[TargetSequence], drafts: Sequence[DraftTokens]) -> None:
+        host = self._inputs.host
+        block_size = self._runner.block_size
+        num_sequences = len(sequences)
+        lengths = np.array([sequence.length for sequence in sequences])
+        num_drafts = np.array([len(draft) for draft in drafts])
+        query_lens = num_drafts + 1
+        ends = np.cumsum(query_lens)
+        num_tokens, total_drafts = int(ends[-1]), int(ends[-1]) - num_sequences
+        owners = np.repeat(np.arange(num_sequences), query_lens)
+        # The last committed token stands at position length - 1, its draft tokens behind it.
+        positions = np.arange(num_tokens) - (ends - query_lens)[owners] + lengths[owners] - 1
+
+        tables = host["block_tables"]
+        tokens: list[int] = []
+        draft_tokens: list[int] = []
+        for row, (sequence, draft) in enumerate(zip(sequences, drafts, strict=True)):
+            table = sequence.block_ids.array
+            tables[row, : len(table)] = table
+            tokens.append(sequence.token_ids[-1])
+            tokens += draft.token_ids
+            draft_tokens += draft.token_ids
+        host["token_ids"][:num_tokens] = tokens
+        host["positions"][:num_tokens] = positions
+        host["slot_mapping"][:num_tokens] = (
+            tables[owners, positions // block_size].astype(np.int64) * block_size + positions % block_size
+        )
+        host["cu_query_lens"][1 : num_sequences + 1] = ends
+        host["context_lens"][:num_sequences] = lengths + num_drafts
+        host["cu_num_drafts"][1 : num_sequences + 1] = ends - np.arange(1, num_sequences + 1)
+        host["draft_token_ids"][:total_drafts] = draft_tokens
+        self._fill_candidates(drafts, total_drafts)
+        sampling = [sequence.sampling for sequence in sequences]
+        host["temperature"][:num_sequences] = [p.temperature for p in sampling]
+        host["seeds"].view(np.uint64)[:num_sequences] = [p.seed for p in sampling]
+        host["sample_positions"][:num_sequences] = lengths
+        if self.shape.is_filtered:
+            host["top_k"][:num_sequences] = [min(p.top_k, self._runner.vocab_size) for p in sampling]
+            host["top_p"][:num_sequences] = [p.top_p for p in sampling]
+            host["min_p"][:num_sequences] = [p.min_p for p in sampling]
+        self._fill_padding(num_sequences, num_tokens, total_drafts)
+
+    def _fill_candidates(self, drafts: Sequence[DraftTokens], total_drafts: int) -> None:
+        host = self._inputs.host
+        host["candidate_weights"][:total_drafts] = 0
+        start = 0
+        for draft in drafts:
+            end, width = start + len(draft), draft.candidate_ids.shape[1]
+            if end > start and width:
+                host["candidate_ids"][start:end, :width] = draft.candidate_ids
+                host["candidate_weights"][start:end, :width] = draft.candidate_weights
+            start = end
+
+    def _fill_padding(self, num_sequences: int, num_tokens: int, total_drafts: int) -> None:
+        """Sequences without tokens or drafts, and tokens that no sequence owns and the cache does not keep."""
+        host = self._inputs.host
+        host["cu_query_lens"][num_sequences + 1 :] = num_tokens
+        host["context_lens"][num_sequences:] = 0
+        host["cu_num_drafts"][num_sequences + 1 :] = total_drafts
+        host["temperature"][num_sequences:] = 0.0
+        host["token_ids"][num_tokens:] = 0
+        host["positions"][num_tokens:] = 0
+        host["slot_mapping"][num_tokens:] = -1
