@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -17,34 +18,52 @@ def generate(root: Path = ROOT) -> None:
 
     Raises RuntimeError when the compiler refuses a file.
     """
+    out = root / "outrider" / "v1"
+    with tempfile.TemporaryDirectory(dir=root / "outrider", prefix=".v1-") as directory:
+        fresh = Path(directory)
+        _compile(root / "protos", fresh)
+        package = fresh / "outrider" / "v1"
+        (package / "__init__.py").write_text('"""The wire, generated from protos/outrider/v1."""\n')
+        out.mkdir(exist_ok=True)
+        # File by file, so that a program that imports the stubs meanwhile finds either the old or the new one.
+        names = {path.name for path in package.iterdir()}
+        for path in package.iterdir():
+            path.replace(out / path.name)
+        for path in out.iterdir():
+            if path.is_file() and path.name not in names:
+                path.unlink()
+
+
+def _compile(protos: Path, out: Path) -> None:
     import grpc_tools
     from grpc_tools import protoc
 
-    out = root / "outrider" / "v1"
-    shutil.rmtree(out, ignore_errors=True)
-    out.mkdir(parents=True)
-    (out / "__init__.py").write_text('"""The wire, generated from protos/outrider/v1."""\n')
     # The type plugin is a console script of the interpreter that builds, which need not be on PATH.
     plugin = Path(sys.executable).with_name("protoc-gen-mypy_grpc")
     found = str(plugin) if plugin.exists() else shutil.which("protoc-gen-mypy_grpc")
     arguments = [
         "protoc",
-        f"-I{root / 'protos'}",
+        f"-I{protos}",
         f"-I{Path(grpc_tools.__file__).parent / '_proto'}",
-        f"--python_out={root}",
-        f"--pyi_out={root}",
-        f"--grpc_python_out={root}",
+        f"--python_out={out}",
+        f"--pyi_out={out}",
+        f"--grpc_python_out={out}",
     ]
     if found:
-        arguments += [f"--plugin=protoc-gen-mypy_grpc={found}", f"--mypy_grpc_out={root}"]
-    arguments += [str(path) for path in sorted((root / "protos").rglob("*.proto"))]
+        arguments += [f"--plugin=protoc-gen-mypy_grpc={found}", f"--mypy_grpc_out={out}"]
+    arguments += [str(path) for path in sorted(protos.rglob("*.proto"))]
     if status := protoc.main(arguments):
         raise RuntimeError(f"protoc failed with status {status}")
 
 
 class StubBuildHook(BuildHookInterface):  # type: ignore[type-arg]
+    """Runs before the wheel, the editable install and the sdist are put together."""
+
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        """Generate the stubs; put the bundled models into a wheel (an editable install finds them in the checkout)."""
         generate(Path(self.root))
+        if self.target_name == "wheel" and version == "standard":
+            build_data["force_include"]["models/demo"] = "outrider/models/demo"
 
 
 if __name__ == "__main__":

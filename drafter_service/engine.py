@@ -130,7 +130,11 @@ class DrafterEngine:
             is_working = any(sequence.wants_draft for sequence in session.sequences.values())
             if frame.proposals or frame.no_proposals or is_working:
                 emit(SessionOutput(session_id, frame, records))
-        return 0.0 if any(sequence.wants_draft for sequence in wanting) else None
+            for sequence in list(session.sequences.values()):
+                if id(sequence) in by_sequence:
+                    self._take_early_verdicts(session, sequence)
+        is_busy = any(sequence.wants_draft for sequence in wanting)
+        return 0.0 if is_busy or any(session.refusals for session in self._sessions.values()) else None
 
     def _draft(self, wanting: Sequence[DraftSequence]) -> Sequence[Draft | NoDraft]:
         try:
@@ -221,6 +225,19 @@ class DrafterEngine:
                 )
             )
             return
+        if sequence.early_verdicts is not None:
+            sequence.early_verdicts.append(verdict)
+            return
+        self._take_in(session, sequence, verdict)
+
+    def _take_early_verdicts(self, session: _Session, sequence: DraftSequence) -> None:
+        early, sequence.early_verdicts = sequence.early_verdicts or (), None
+        for verdict in early:
+            # A bad one drops the sequence, and what follows with it.
+            if sequence.sequence_id in session.sequences:
+                self._take_in(session, sequence, verdict)
+
+    def _take_in(self, session: _Session, sequence: DraftSequence, verdict: drafter_pb2.Verdict) -> None:
         try:
             token_ids = self._tokens("verdict.token_ids", verdict.token_ids)
             sequence.commit(token_ids, verdict.num_committed, verdict.epoch)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from engine.block_manager import BlockTable
 from engine.errors import InvalidArgumentError
 from engine.sampling_parameters import SamplingParameters
+from outrider.v1 import drafter_pb2
 
 
 @dataclass(eq=False)
@@ -29,6 +30,9 @@ class DraftSequence:
     proposed: list[int] = field(default_factory=list)
     # Lockstep: true from the opening or a verdict that used up the proposals until the next proposal is made.
     wants_draft: bool = True
+    # Verdicts that came before the answer to the opening, held back until it is given: what is drafted must not depend
+    # on whether the target's first token was faster. None once the answer is given.
+    early_verdicts: list[drafter_pb2.Verdict] | None = field(default_factory=list)
     num_computed: int = 0
     block_ids: BlockTable = field(default_factory=BlockTable)
 

@@ -57,7 +57,9 @@ class DraftingLinks:
         """Whether the sequence's next proposal would pass the drafter's context."""
         assert sequence.drafter is not None
         max_length = self._links[sequence.drafter].max_length
-        return max_length > 0 and sequence.length + sequence.max_draft_tokens > max_length
+        # The first token is the target's own: the first proposal that matters is the one behind it.
+        position = sequence.length + (0 if sequence.num_committed_here else 1)
+        return max_length > 0 and position + sequence.max_draft_tokens > max_length
 
     def opening(self, sequence: TargetSequence) -> drafter_pb2.OpenSequence:
         """The message that opens a sequence at its drafter."""

@@ -1,0 +1,72 @@
+# `make demo` and `make test` do their whole set-up: they need Python 3.11 or newer and make, nothing else.
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.set-up
+BUF := @bufbuild/buf@1.75.0
+# The first interpreter that is new enough.
+PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
+
+# Idle OpenMP threads shall not spin on the cores that the services under test need.
+export OMP_WAIT_POLICY ?= PASSIVE
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test gpu-test lint format types protos stubs clean
+
+help:
+	@echo 'make demo      start everything, generate with and without speculation, compare'
+	@echo 'make test      lint, types, protos and all tests that need no GPU'
+	@echo 'make gpu-test  the tests that need a GPU'
+	@echo 'make setup     the environment in $(VENV), done by the others where needed'
+	@echo 'make lint | format | types | protos | stubs | clean'
+
+setup: $(STAMP)
+
+# The stubs are made while the package is built, so a changed proto means a new build.
+$(STAMP): pyproject.toml constraints.txt build_stubs.py $(wildcard protos/outrider/v1/*.proto)
+	@test -n "$(PYTHON)" || { echo 'Outrider needs Python 3.11 or newer' >&2; exit 1; }
+	@# The builder of the package is pinned as well; which of the two variables counts depends on pip's version.
+	@if command -v uv >/dev/null; then set -ex; \
+		test -x $(BIN)/python || uv venv --quiet --python $(PYTHON) $(VENV); \
+		uv pip install --quiet --python $(BIN)/python --editable '.[dev]' \
+			--constraint constraints.txt --build-constraint constraints.txt; \
+		uv pip check --python $(BIN)/python; \
+	else set -ex; \
+		test -x $(BIN)/python || $(PYTHON) -m venv $(VENV); \
+		PIP_CONSTRAINT=constraints.txt PIP_BUILD_CONSTRAINT=constraints.txt PIP_DISABLE_PIP_VERSION_CHECK=1 \
+			$(BIN)/python -m pip install --quiet --editable '.[dev]' --constraint constraints.txt; \
+		$(BIN)/python -m pip check; \
+	fi
+	@touch $@
+
+demo: setup
+	$(BIN)/outrider demo
+
+test: lint types protos
+	$(BIN)/pytest -m 'not gpu'
+
+gpu-test: setup
+	$(BIN)/pytest -m gpu
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: setup
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: setup
+	$(BIN)/mypy
+
+# buf comes from npm. Without npm, or without a way to fetch it, the check is left out; a finding always fails.
+protos:
+	@if ! command -v npx >/dev/null; then echo 'buf lint: left out, there is no npx here'; \
+	elif ! npx --yes $(BUF) --version >/dev/null 2>&1; then echo 'buf lint: left out, buf cannot be fetched'; \
+	else npx --yes $(BUF) lint && npx --yes $(BUF) format --diff --exit-code && echo 'buf lint: clean'; fi
+
+stubs: setup
+	$(BIN)/python -m build_stubs
+
+clean:
+	rm -rf $(VENV) outrider/v1 .mypy_cache .ruff_cache .pytest_cache dist build

@@ -1,0 +1,157 @@
+"""Turns keyword arguments into a GenerateRequest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, MutableSequence, Sequence
+from enum import StrEnum
+from typing import Any, TypedDict
+
+from google.protobuf.message import Message
+
+from outrider.errors import InvalidRequestError
+from outrider.v1 import common_pb2, generation_pb2
+
+
+class Verification(StrEnum):
+    """How draft tokens are verified."""
+
+    GREEDY = "greedy"
+    """Accept while the draft token is the target's most likely token; temperature 0 only."""
+    REJECTION = "rejection"
+    """Accept with min(1, p/q), then sample from the residual: the target's distribution, exactly."""
+
+
+_VERIFICATIONS = {
+    Verification.GREEDY: common_pb2.VERIFICATION_GREEDY,
+    Verification.REJECTION: common_pb2.VERIFICATION_REJECTION,
+}
+
+
+class GenerateOptions(TypedDict, total=False):
+    """The keywords of `generate` and `stream`; one left out, or None, takes the service's default."""
+
+    max_tokens: int | None
+    """Most tokens to generate; default: up to the model's context length."""
+    temperature: float | None
+    """0 is greedy; default 1."""
+    top_k: int | None
+    """Keep the k most likely tokens; 0 keeps all."""
+    top_p: float | None
+    """Keep the smallest set of tokens with this probability."""
+    min_p: float | None
+    """Keep tokens with at least this share of the most likely token's probability."""
+    repetition_penalty: float | None
+    """1 is off."""
+    presence_penalty: float | None
+    """0 is off."""
+    frequency_penalty: float | None
+    """0 is off."""
+    logit_bias: Mapping[int, float] | None
+    """Added to the logits of these token ids."""
+    seed: int | None
+    """The same seed and request give the same tokens; default: drawn, see `Started.seed`."""
+    stop: str | Sequence[str] | None
+    """The text ends before the first of these strings."""
+    stop_token_ids: Iterable[int] | None
+    """Token ids that end the completion."""
+    ignore_eos: bool
+    """Go on past the model's end-of-sequence tokens."""
+    speculation: bool
+    """False decodes with the target alone; default True."""
+    max_draft_tokens: int | None
+    """Most draft tokens a step, 1 to 32; default: the verifier's setting."""
+    verification: Verification | str | None
+    """Default: greedy at temperature 0, rejection above."""
+    logprobs: int | None
+    """Report log-probabilities, with those of this many most likely tokens."""
+    token_texts: bool
+    """Report each token's own share of the text, `Token.text`; default False."""
+    request_id: str
+    """For logs and traces; default: drawn, see `Started.request_id`."""
+
+
+def build_request(
+    prompt: str | None,
+    token_ids: Iterable[int] | None,
+    *,
+    max_tokens: int | None = None,
+    temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    repetition_penalty: float | None = None,
+    presence_penalty: float | None = None,
+    frequency_penalty: float | None = None,
+    logit_bias: Mapping[int, float] | None = None,
+    seed: int | None = None,
+    stop: str | Sequence[str] | None = None,
+    stop_token_ids: Iterable[int] | None = None,
+    ignore_eos: bool = False,
+    speculation: bool = True,
+    max_draft_tokens: int | None = None,
+    verification: Verification | str | None = None,
+    logprobs: int | None = None,
+    token_texts: bool = False,
+    request_id: str = "",
+) -> generation_pb2.GenerateRequest:
+    """The message for these options. Which values make sense is the gateway's to say: it alone knows the model.
+
+    Raises InvalidRequestError for a value that the message cannot hold, such as a negative count.
+    """
+    if prompt is not None and token_ids is not None:
+        raise InvalidRequestError("prompt: give a prompt or token_ids, not both")
+    request = generation_pb2.GenerateRequest()
+    _set(request, "", request_id=request_id, prompt=prompt, logprobs=logprobs, token_texts=token_texts)
+    if token_ids is not None:
+        request.token_ids.SetInParent()
+        _extend(request.token_ids.ids, "token_ids", token_ids)
+    _set(
+        request.sampling,
+        "sampling.",
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        seed=seed,
+    )
+    for token_id, bias in (logit_bias or {}).items():
+        try:
+            request.sampling.logit_bias[token_id] = bias
+        except ValueError as error:
+            raise InvalidRequestError(f"sampling.logit_bias: {error}") from error
+    _set(request.stopping, "stopping.", max_tokens=max_tokens, ignore_eos=ignore_eos)
+    _extend(request.stopping.stop, "stopping.stop", [stop] if isinstance(stop, str) else stop or ())
+    _extend(request.stopping.stop_token_ids, "stopping.stop_token_ids", stop_token_ids or ())
+    mode = generation_pb2.SPECULATION_MODE_AUTO if speculation else generation_pb2.SPECULATION_MODE_OFF
+    _set(request.speculation, "speculation.", mode=mode, max_draft_tokens=max_draft_tokens)
+    if verification is not None:
+        request.speculation.verification = _verification(verification)
+    return request
+
+
+def _verification(word: str) -> common_pb2.Verification:
+    try:
+        return _VERIFICATIONS[Verification(word)]
+    except ValueError:
+        known = ", ".join(Verification)
+        raise InvalidRequestError(f"speculation.verification: {word!r} is not known, only {known}") from None
+
+
+def _set(message: Message, path: str, **fields: object) -> None:
+    for name, value in fields.items():
+        if value is None:
+            continue
+        try:
+            setattr(message, name, value)
+        except ValueError as error:
+            raise InvalidRequestError(f"{path}{name}: {error}") from error
+
+
+def _extend(values: MutableSequence[Any], field: str, more: Iterable[object]) -> None:
+    try:
+        values.extend(more)
+    except ValueError as error:
+        raise InvalidRequestError(f"{field}: {error}") from error

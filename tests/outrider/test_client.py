@@ -1,0 +1,276 @@
+"""The clients against a gateway that a test scripts: events, errors, retries, cancellation, trace context."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+
+import grpc
+import pytest
+from opentelemetry import context as otel_context
+from opentelemetry import trace
+
+from outrider.client import (
+    AsyncClient,
+    Chunk,
+    Client,
+    ClientError,
+    DeadlineExceededError,
+    FallbackReason,
+    Finished,
+    FinishReason,
+    InvalidRequestError,
+    OverloadedError,
+    RetryPolicy,
+    Started,
+    TokenOrigin,
+    UnavailableError,
+)
+from outrider.request import build_request
+from outrider.v1 import common_pb2, generation_pb2
+from tests.outrider.fake_gateway import FakeGateway
+
+QUICK = RetryPolicy(initial_delay_seconds=0.01)
+
+
+@pytest.fixture
+async def gateway():
+    async with FakeGateway() as gateway:
+        yield gateway
+
+
+@pytest.fixture
+async def client(gateway):
+    async with AsyncClient(gateway.address, retry=QUICK) as client:
+        yield client
+
+
+class TestAsyncClient:
+    async def test_generate_adds_the_stream_up(self, client):
+        completion = await client.generate("tell", request_id="r1")
+        assert completion.text == "Once \N{SLIGHTLY SMILING FACE}upon"
+        assert completion.token_ids == (1, 2, 3, 4, 5)
+        assert [token.origin for token in completion.tokens] == [
+            TokenOrigin.ACCEPTED,
+            TokenOrigin.RECOVERED,
+            TokenOrigin.ACCEPTED,
+            TokenOrigin.ACCEPTED,
+            TokenOrigin.BONUS,
+        ]
+        assert (completion.request_id, completion.model, completion.seed) == ("r1", "fake", 7)
+        assert completion.finish_reason is FinishReason.LENGTH
+        assert completion.usage.num_output_tokens == 5
+        assert completion.speculation.acceptance_rate == 0.5
+        assert completion.speculation.num_accepted_per_position == (2, 1, 0)
+        assert completion.speculation.fallbacks[0].reason is FallbackReason.DRAFTER_MAX_LENGTH
+        assert completion.mean_acceptance_length == 2.5
+        assert completion.tokens_per_second == pytest.approx(2.0)
+
+    async def test_stream_yields_typed_events_in_order(self, client):
+        kinds = [type(event) async for event in client.stream("tell")]
+        assert kinds == [Started, Chunk, Chunk, Finished]
+
+    async def test_model_describes_both_pools(self, client):
+        model = await client.model()
+        assert (model.name, model.context_length, model.has_tokenizer) == ("fake", 128, True)
+        assert model.verifiers[0].is_ready
+        assert model.drafters[0].detail == "vocabulary differs"
+
+    async def test_a_bad_request_names_its_field(self, client):
+        with pytest.raises(InvalidRequestError) as caught:
+            await client.generate("fail INVALID_ARGUMENT sampling.top_p: must be at most 1")
+        assert caught.value.field == "sampling.top_p"
+        assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
+
+    async def test_a_full_service_says_when_to_come_back(self, client, gateway):
+        with pytest.raises(OverloadedError) as caught:
+            await client.generate("fail RESOURCE_EXHAUSTED")
+        assert caught.value.retry_delay_seconds == 1.5
+        assert len(gateway.requests) == 1
+
+    async def test_other_statuses_keep_their_code(self, client):
+        with pytest.raises(ClientError) as caught:
+            await client.generate("fail ABORTED")
+        assert caught.value.code is grpc.StatusCode.ABORTED
+
+    async def test_unavailable_is_retried_before_the_first_message(self, client, gateway):
+        gateway.num_failures_to_come = 2
+        completion = await client.generate("tell")
+        assert completion.usage.num_output_tokens == 5
+        assert len(gateway.requests) == 3
+        gateway.num_failures_to_come = 2
+        assert (await client.model()).name == "fake"
+
+    async def test_unavailable_ends_after_the_last_attempt(self, client, gateway):
+        gateway.num_failures_to_come = 100
+        with pytest.raises(UnavailableError, match="draining"):
+            await client.generate("tell")
+        assert len(gateway.requests) == QUICK.max_attempts
+
+    async def test_unavailable_is_final_after_the_first_message(self, client, gateway):
+        events = []
+        with pytest.raises(UnavailableError):  # noqa: PT012
+            async for event in client.stream("late UNAVAILABLE"):
+                events.append(event)
+        assert len(events) == 3
+        assert len(gateway.requests) == 1
+
+    async def test_the_timeout_covers_all_attempts(self, gateway):
+        gateway.num_failures_to_come = 100
+        start = time.monotonic()
+        async with AsyncClient(gateway.address, retry=RetryPolicy(max_attempts=50)) as client:
+            with pytest.raises((UnavailableError, DeadlineExceededError)):
+                await client.generate("tell", timeout=0.5)
+        assert time.monotonic() - start < 2
+
+    async def test_a_deadline_ends_the_call_at_the_gateway(self, client, gateway):
+        with pytest.raises(DeadlineExceededError):
+            await client.generate("hang", timeout=0.2)
+        await asyncio.wait_for(gateway.was_cancelled.wait(), 5)
+
+    async def test_nobody_at_the_address(self):
+        async with AsyncClient("127.0.0.1:1", retry=QUICK) as client:
+            with pytest.raises(UnavailableError):
+                await client.generate("tell")
+
+    async def test_leaving_the_iterator_cancels_the_call(self, client, gateway):
+        async for event in client.stream("endless"):
+            if isinstance(event, Chunk):
+                break
+        await asyncio.wait_for(gateway.was_cancelled.wait(), 5)
+
+    async def test_closing_a_kept_iterator_cancels_the_call(self, client, gateway):
+        stream = client.stream("endless")
+        async with contextlib.aclosing(stream):
+            await anext(stream)
+            assert not gateway.was_cancelled.is_set()
+        await asyncio.wait_for(gateway.was_cancelled.wait(), 5)
+
+    async def test_cancelling_the_task_cancels_the_call(self, client, gateway):
+        task = asyncio.create_task(client.generate("endless"))
+        await asyncio.sleep(0.2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await asyncio.wait_for(gateway.was_cancelled.wait(), 5)
+
+    async def test_a_stream_without_an_end_is_an_error(self, client):
+        with pytest.raises(ClientError, match="ended before"):
+            await client.generate("cut")
+
+    async def test_the_current_trace_travels_along(self, client, gateway):
+        await client.generate("tell")
+        assert "traceparent" not in gateway.metadata[0]
+        span = trace.NonRecordingSpan(trace.SpanContext(0xABC, 0xDEF, is_remote=False, trace_flags=trace.TraceFlags(1)))
+        token = otel_context.attach(trace.set_span_in_context(span))
+        try:
+            await client.generate("tell")
+        finally:
+            otel_context.detach(token)
+        assert gateway.metadata[1]["traceparent"] == f"00-{0xABC:032x}-{0xDEF:016x}-01"
+
+
+class TestClient:
+    """The blocking client runs in a thread beside the gateway's loop."""
+
+    async def test_generate_and_model(self, gateway):
+        def use() -> str:
+            with Client(gateway.address) as client:
+                assert client.model().name == "fake"
+                return client.generate("tell", temperature=0).text
+
+        assert await asyncio.to_thread(use) == "Once \N{SLIGHTLY SMILING FACE}upon"
+        assert gateway.requests[0].sampling.temperature == 0
+
+    async def test_retries_and_errors(self, gateway):
+        gateway.num_failures_to_come = 2
+
+        def use() -> None:
+            with Client(gateway.address, retry=QUICK) as client:
+                assert client.generate("tell").usage.num_output_tokens == 5
+                with pytest.raises(InvalidRequestError, match="no"):
+                    client.generate("fail INVALID_ARGUMENT")
+                with pytest.raises(DeadlineExceededError):
+                    client.generate("hang", timeout=0.2)
+
+        await asyncio.to_thread(use)
+
+    async def test_leaving_the_iterator_cancels_the_call(self, gateway):
+        def use() -> None:
+            with Client(gateway.address) as client:
+                for event in client.stream("endless"):
+                    if isinstance(event, Chunk):
+                        break
+
+        await asyncio.to_thread(use)
+        await asyncio.wait_for(gateway.was_cancelled.wait(), 5)
+
+
+class TestBuildRequest:
+    def test_unset_stays_unset(self):
+        request = build_request("p", None)
+        assert not request.sampling.ListFields()
+        assert not request.stopping.HasField("max_tokens")
+        assert request.speculation.mode == generation_pb2.SPECULATION_MODE_AUTO
+        assert not request.HasField("logprobs")
+
+    def test_zero_is_a_value(self):
+        request = build_request("p", None, temperature=0, top_k=0, logprobs=0, max_tokens=0, seed=0)
+        assert {field.name for field, _ in request.sampling.ListFields()} == {"temperature", "top_k", "seed"}
+        assert request.stopping.HasField("max_tokens")
+        assert request.HasField("logprobs")
+
+    def test_everything_arrives_in_its_place(self):
+        request = build_request(
+            None,
+            [1, 2],
+            logit_bias={5: -1.0},
+            stop="END",
+            stop_token_ids=(9,),
+            ignore_eos=True,
+            speculation=False,
+            max_draft_tokens=4,
+            verification="rejection",
+        )
+        assert list(request.token_ids.ids) == [1, 2]
+        assert request.sampling.logit_bias[5] == -1.0
+        assert list(request.stopping.stop) == ["END"]
+        assert list(request.stopping.stop_token_ids) == [9]
+        assert request.stopping.ignore_eos
+        assert request.speculation.mode == generation_pb2.SPECULATION_MODE_OFF
+        assert request.speculation.max_draft_tokens == 4
+        assert request.speculation.verification == common_pb2.VERIFICATION_REJECTION
+
+    def test_no_prompt_is_left_for_the_gateway_to_refuse(self):
+        assert build_request(None, None).WhichOneof("input") is None
+        assert build_request(None, []).WhichOneof("input") == "token_ids"
+
+    @pytest.mark.parametrize(
+        ("field", "options"),
+        [
+            ("stopping.max_tokens", {"max_tokens": -1}),
+            ("sampling.top_k", {"top_k": 1 << 40}),
+            ("sampling.seed", {"seed": -5}),
+            ("stopping.stop_token_ids", {"stop_token_ids": [-1]}),
+            ("sampling.logit_bias", {"logit_bias": {-1: 1.0}}),
+            ("speculation.verification", {"verification": "hope"}),
+            ("request_id", {"request_id": "\udcff"}),
+        ],
+    )
+    def test_what_the_wire_cannot_hold_names_the_field(self, field, options):
+        with pytest.raises(InvalidRequestError) as caught:
+            build_request("p", None, **options)
+        assert caught.value.field == field
+
+    def test_prompt_and_token_ids_exclude_each_other(self):
+        with pytest.raises(InvalidRequestError, match="not both"):
+            build_request("p", [1])
+
+
+def test_the_client_needs_no_torch():
+    import subprocess
+    import sys
+
+    code = "import sys, outrider.client, outrider.cli; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
