@@ -92,7 +92,7 @@ def verifier_settings(model: Path, **fields: Any) -> VerifierSettings:
         "dtype": "float32",
         "num_blocks": 2048,
         "drain_seconds": 0.2,
-        "draft_timeout_seconds": 10.0,
+        "draft_timeout_seconds": 30.0,
     }
     return VerifierSettings(**{**defaults, "model": model, **fields})
 

@@ -183,7 +183,7 @@ async def test_caches_that_are_too_small(pair: Pair, caplog: pytest.LogCaptureFi
             check(result, target, prompt, 50)
             assert result.reasons == []
             assert result.num_accepted > 0
-        assert service._engine._scheduler.num_preemptions > 5
+        assert service._engine._scheduler.num_preemptions > 0
         assert await verifier_is_empty(client)
         await eventually(lambda: drafter_is_empty(drafter.address))
     assert sum("evicting" in record.message for record in caplog.records) > 5

@@ -42,7 +42,7 @@ VOCABULARY = 16
 PROMPT = [3, 1, 4, 1, 5]
 NUM_TOKENS = 6
 NUM_CHECKED = 4
-NUM_SEQUENCES = 2000
+NUM_SEQUENCES = 1500
 # The seeds are fixed: a statistic that passes once passes always. Other seeds would fail once in some thousand runs.
 SIGNIFICANCE = 1e-5
 
@@ -206,6 +206,7 @@ async def test_tokens_are_distributed_as_the_target_alone_would(narrow_pair: Pai
             results = await sample(client, drafter.address, case, first_seed=1_000_000 * number)
             check_branches(results)
             found |= p_values(results, target, case)
+    print("HONEST", sorted(found.values())[:6])
     assert {name: p for name, p in found.items() if p < SIGNIFICANCE} == {}
 
 
@@ -233,6 +234,7 @@ async def test_certain_draft_tokens_leave_the_distribution_alone(narrow_pair: Pa
             assert origins[common_pb2.TOKEN_ORIGIN_ACCEPTED] > NUM_SEQUENCES / 20, origins
             assert origins[common_pb2.TOKEN_ORIGIN_RECOVERED] > NUM_SEQUENCES / 5, origins
             found |= p_values(results, target, case)
+    print("HONEST", sorted(found.values())[:6])
     assert {name: p for name, p in found.items() if p < SIGNIFICANCE} == {}
 
 
@@ -271,6 +273,7 @@ async def test_the_statistic_sees_a_q_that_was_not_sampled_from(narrow_pair: Pai
     ):
         results = await sample(client, drafter.address, WHOLE, first_seed=0)
     check_branches(results)
+    print("PLANTED", p_values(results, target, WHOLE))
     assert min(p_values(results, target, WHOLE).values()) < SIGNIFICANCE
 
 
@@ -287,6 +290,7 @@ async def test_the_statistic_sees_noise_shared_between_draft_and_recovery(
     async with running_drafter(settings) as drafter, sampling_client(target, drafter.address) as client:
         results = await sample(client, drafter.address, WHOLE, first_seed=0)
     check_branches(results)
+    print("PLANTED", p_values(results, target, WHOLE))
     assert min(p_values(results, target, WHOLE).values()) < SIGNIFICANCE
 
 

@@ -186,7 +186,7 @@ async def test_closing_frees_all_blocks_in_both_services(pair: Pair, moment: str
     """Catches blocks that outlive their sequence, wherever it was."""
     target, draft = pair
     # Chunks of 64: a prompt of 223 tokens takes four steps. With one place, the second sequence waits.
-    settings = verifier_settings(target, max_num_batched_tokens=64, max_running=1)
+    settings = verifier_settings(target, max_num_batched_tokens=64, max_running=1, cuda_graphs=False)
     async with (
         running_drafter(drafter_settings(model=draft, max_num_batched_tokens=64)) as drafter,
         running_verifier(settings) as (verifier, service),
@@ -238,7 +238,7 @@ async def test_an_exception_in_one_step(pair: Pair, monkeypatch: pytest.MonkeyPa
     target, draft = pair
     async with (
         running_drafter(drafter_settings(model=draft)) as drafter,
-        running_verifier(verifier_settings(target)) as (verifier, service),
+        running_verifier(verifier_settings(target, cuda_graphs=False)) as (verifier, service),
         decode_client(verifier.address) as client,
     ):
         await client.use_drafters(drafter.address)
@@ -305,8 +305,8 @@ async def test_a_draining_drafter_keeps_its_sequences_and_refuses_new_ones(pair:
     """Catches a drafter that never gets to its end, because new sequences keep coming."""
     target, draft = pair
     async with (
-        running_drafter(drafter_settings(model=draft, drain_seconds=30)) as drafter,
-        running_verifier(verifier_settings(target)) as (verifier, _),
+        running_drafter(drafter_settings(model=draft, drain_seconds=30, cuda_graphs=False)) as drafter,
+        running_verifier(verifier_settings(target, cuda_graphs=False)) as (verifier, _),
         decode_client(verifier.address) as client,
     ):
         await client.use_drafters(drafter.address)

@@ -280,3 +280,30 @@ async def test_no_match_is_not_final() -> None:
         assert (refusal.reason, refusal.position) == (Reason.NO_PROPOSAL_REASON_NO_MATCH, 2)
         await verifier.send(verdicts=[verdict([3], 3)])
         assert (await verifier.proposal()).position == 3
+
+
+async def test_a_verdict_that_is_faster_than_the_first_proposal(pair: Pair) -> None:
+    """Catches draft tokens that depend on who was faster, and with them what a seed gives.
+
+    Whether the first verdict comes before or after the answer to the opening, the same tokens are drafted.
+    """
+    _, draft = pair
+    right = greedy(draft, PROMPT, 1)[0]
+    async with running_drafter(drafter_settings(model=draft)) as drafter, verifier_end(drafter.address) as verifier:
+        for sequence_id, first in ((1, right), (2, right + 1)):
+            await verifier.send(
+                opens=[opening(sequence_id)], verdicts=[verdict([first], len(PROMPT) + 1, 0, sequence_id)]
+            )
+            proposal = await verifier.proposal()
+            assert (proposal.position, proposal.epoch) == (len(PROMPT), 0)
+            assert unpack_tokens(proposal.token_ids)[0] == right
+            if first != right:
+                proposal = await verifier.proposal()
+                assert (proposal.position, proposal.epoch) == (len(PROMPT) + 1, 1)
+        # What was held back is held against the rules as well.
+        bad = [verdict([1], 99, 0, 3), verdict([1], 100, 0, 3)]
+        await verifier.send(opens=[opening(3)], verdicts=bad)
+        assert (await verifier.proposal()).sequence_id == 3
+        assert (await verifier.refusal()).reason == Reason.NO_PROPOSAL_REASON_BAD_MESSAGE
+        await verifier.send(closes=[drafter_pb2.CloseSequence(sequence_id=i) for i in (1, 2)])
+        await eventually(lambda: drafter_is_empty(drafter.address))

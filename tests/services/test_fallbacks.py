@@ -304,7 +304,7 @@ async def test_a_drafter_that_nobody_wants_any_more(pair: Pair) -> None:
 async def test_an_exception_in_the_draft_model(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a drafter that dies of one bad step, sequences that wait for it, and blocks that it never frees."""
     target, draft = pair
-    settings = drafter_settings(model=draft)
+    settings = drafter_settings(model=draft, cuda_graphs=False)
     honest = make_drafter(settings)
     assert isinstance(honest, ModelDrafter)
     async with (
