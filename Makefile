@@ -47,6 +47,7 @@ test: lint types protos
 
 gpu-test: setup
 	$(BIN)/pytest -m gpu
+	TEST_DEVICE=cuda $(BIN)/pytest tests/services tests/end_to_end
 
 lint: setup
 	$(BIN)/ruff check .

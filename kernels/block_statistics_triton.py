@@ -1,106 +1,249 @@
-"""Statistics of target logits by vocabulary block: the one pass over all logits that every verification starts with.
+"""Statistics of logits by vocabulary block: the one pass over all logits that sampling starts with.
 
-Sequence i's row j is row cu_num_draft_tokens[i] + i + j.
+Sequence i's row j is row cu_num_draft_tokens[i] + i + j; without cu_num_draft_tokens each sequence has one row. Grids
+are (sequences, rows of a sequence, blocks).
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 # Triton's decorators and device functions carry no types.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
 import triton
 import triton.language as tl
 
-from kernels.integer_weights_triton import exponential_weights, finite_or_zero, load_logits
+from kernels.integer_weights_triton import exponential_weights, finite_or_zero, load_logits, weight_parts
+
+if TYPE_CHECKING:
+    from kernels.shape_logits import PenalizedLogits
+
+GROUP_SIZE = 32
+"""Tokens whose maximum is kept where the largest logits are looked for: 64 bytes of bfloat16."""
+# What a thread reads at once.
+_VECTOR = tl.constexpr(8)
+
+
+@dataclass(frozen=True)
+class BlockStatistics:
+    """What is known of each block of `block_size` tokens; -inf and 0 behind the vocabulary."""
+
+    block_size: int
+    maxima: torch.Tensor  # [num_rows, num_blocks] float32
+    argmax: torch.Tensor  # [num_rows, num_blocks] int32; only of rows without temperature
+    weights: torch.Tensor | None  # [num_rows, num_blocks] int64; only of rows with temperature
+    group_size: int
+    group_maxima: torch.Tensor | None  # [num_rows, num_groups] float32
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks of a row."""
+        return self.maxima.shape[1]
+
+    @property
+    def num_groups(self) -> int:
+        """Groups of a row, those behind the vocabulary in its last block as well."""
+        return self.num_blocks * self.block_size // self.group_size
 
 
 @triton.jit
-def block_statistics_kernel(
+def _block_statistics_kernel(
     logits_ptr,  # [num_rows, vocab_size]
     logits_stride,
     replacements_ptr,  # [num_replaced, vocab_size] float32, or None
     replacement_rows_ptr,  # [num_rows] int32, or None
-    thresholds_ptr,  # [num_rows] float32, or None
     temperature_ptr,  # [batch] float32
-    cu_num_draft_ptr,  # [batch + 1] int32
-    block_maxima_ptr,  # [num_rows, num_blocks] float32
-    block_argmax_ptr,  # [num_rows, num_blocks] int32
-    block_weights_ptr,  # [num_rows, num_blocks] int64
+    cu_num_draft_ptr,  # [batch + 1] int32, or None
+    maxima_ptr,  # [num_rows, num_blocks] float32
+    argmax_ptr,  # [num_rows, num_blocks] int32
+    weights_ptr,  # [num_rows, num_blocks] int64, or None
+    group_maxima_ptr,  # [num_rows, num_groups] float32, or None
     vocab_size,
     num_blocks,
     BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
 ):
+    NUM_GROUPS: tl.constexpr = BLOCK // GROUP
     sequence = tl.program_id(0)
     step = tl.program_id(1)
     block = tl.program_id(2)
-    first_draft = tl.load(cu_num_draft_ptr + sequence)
-    if step > tl.load(cu_num_draft_ptr + sequence + 1) - first_draft:
+    row, is_row = row_of(sequence, step, cu_num_draft_ptr)
+    if not is_row:
         return
-    row = (first_draft + sequence + step).to(tl.int64)
-    columns = block * BLOCK + tl.arange(0, BLOCK)
+    places = tl.arange(0, BLOCK // _VECTOR)[:, None] * _VECTOR + tl.arange(0, _VECTOR)[None, :]
+    columns = block * BLOCK + places
+    logits = load_logits(row, columns, logits_ptr, logits_stride, replacements_ptr, replacement_rows_ptr, vocab_size)
+    maxima = tl.max(logits, axis=1)
+    place = row * num_blocks + block
+    if group_maxima_ptr is not None:
+        group_maxima = tl.max(tl.reshape(maxima, [NUM_GROUPS, GROUP // _VECTOR]), axis=1)
+        tl.store(group_maxima_ptr + place * NUM_GROUPS + tl.arange(0, NUM_GROUPS), group_maxima)
+    maximum = tl.max(maxima, axis=0)
+    tl.store(maxima_ptr + place, maximum)
+    temperature = tl.load(temperature_ptr + sequence)
+    if temperature > 0.0:
+        if weights_ptr is not None:
+            coarse, fine = weight_parts(logits, maximum, temperature)
+            # 32 bits hold the parts' sums within a thread.
+            weights = (tl.sum(coarse, axis=1).to(tl.int64) << 20) + tl.sum(fine, axis=1)
+            tl.store(weights_ptr + place, tl.sum(weights, axis=0))
+    else:
+        first = tl.min(tl.min(tl.where(logits == maximum, columns, 2147483647), axis=1), axis=0)
+        tl.store(argmax_ptr + place, first)
+
+
+@triton.jit
+def _kept_weights_kernel(
+    logits_ptr,  # [num_rows, vocab_size]
+    logits_stride,
+    replacements_ptr,  # [num_replaced, vocab_size] float32, or None
+    replacement_rows_ptr,  # [num_rows] int32, or None
+    thresholds_ptr,  # [num_rows] float32
+    temperature_ptr,  # [batch] float32
+    cu_num_draft_ptr,  # [batch + 1] int32, or None
+    maxima_ptr,  # [num_rows, num_blocks] float32
+    weights_ptr,  # [num_rows, num_blocks] int64, changed in place
+    group_maxima_ptr,  # [num_rows, num_groups] float32
+    vocab_size,
+    num_blocks,
+    BLOCK: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    NUM_GROUPS: tl.constexpr = BLOCK // GROUP
+    sequence = tl.program_id(0)
+    block = tl.program_id(2)
+    row, is_row = row_of(sequence, tl.program_id(1), cu_num_draft_ptr)
+    if not is_row:
+        return
+    threshold = tl.load(thresholds_ptr + row)
+    if threshold == float("-inf"):
+        return
+    place = row * num_blocks + block
+    groups = tl.arange(0, NUM_GROUPS)
+    group_maxima = tl.load(group_maxima_ptr + place * NUM_GROUPS + groups)
     logits = load_logits(
         row,
-        columns,
+        block * BLOCK + groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :],
         logits_ptr,
         logits_stride,
         replacements_ptr,
         replacement_rows_ptr,
         vocab_size,
+        (group_maxima >= threshold)[:, None],
     )
-    maximum, argmax = tl.max(logits, axis=0, return_indices=True)
-    place = row * num_blocks + block
-    tl.store(block_maxima_ptr + place, maximum)
-    tl.store(block_argmax_ptr + place, block * BLOCK + argmax)
-    temperature = tl.load(temperature_ptr + sequence)
-    if temperature > 0.0:
-        weights = exponential_weights(logits, maximum, temperature)
-        if thresholds_ptr is not None:
-            weights = tl.where(logits >= tl.load(thresholds_ptr + row), weights, 0)
-        tl.store(block_weights_ptr + place, tl.sum(weights, axis=0))
+    weights = kept_weights(logits, tl.load(maxima_ptr + place), tl.load(temperature_ptr + sequence), threshold)
+    tl.store(weights_ptr + place, tl.sum(tl.sum(weights, axis=1), axis=0))
 
 
 @triton.jit
-def row_statistics(row, temperature, block_maxima_ptr, block_weights_ptr, num_blocks, NUM_BLOCKS: tl.constexpr):
+def row_of(sequence, step, cu_num_draft_ptr):
+    """A sequence's row and whether the sequence has it."""
+    row = sequence
+    num_rows = 1
+    if cu_num_draft_ptr is not None:
+        first_draft = tl.load(cu_num_draft_ptr + sequence)
+        row = first_draft + sequence + step
+        num_rows = tl.load(cu_num_draft_ptr + sequence + 1) - first_draft + 1
+    return row.to(tl.int64), step < num_rows
+
+
+@triton.jit
+def row_statistics(row, temperature, maxima_ptr, weights_ptr, num_blocks, NUM_BLOCKS: tl.constexpr):
     """The row's maximum, its blocks' weights and units, and the total in the unit of the maximum."""
     blocks = tl.arange(0, NUM_BLOCKS)
     mask = blocks < num_blocks
-    maxima = tl.load(block_maxima_ptr + row * num_blocks + blocks, mask=mask, other=float("-inf"))
-    weights = tl.load(block_weights_ptr + row * num_blocks + blocks, mask=mask, other=0)
+    maxima = tl.load(maxima_ptr + row * num_blocks + blocks, mask=mask, other=float("-inf"))
+    weights = tl.load(weights_ptr + row * num_blocks + blocks, mask=mask, other=0)
     maximum = finite_or_zero(tl.max(maxima, axis=0))
     units = tl.exp((maxima - maximum) / temperature).to(tl.float64)
     return maximum, weights, units, tl.sum(weights.to(tl.float64) * units, axis=0)
 
 
 @triton.jit
-def row_argmax(row, block_maxima_ptr, block_argmax_ptr, num_blocks, NUM_BLOCKS: tl.constexpr):
+def row_argmax(row, maxima_ptr, argmax_ptr, num_blocks, NUM_BLOCKS: tl.constexpr):
     """The row's most likely token, the lowest id among ties."""
     blocks = tl.arange(0, NUM_BLOCKS)
-    maxima = tl.load(block_maxima_ptr + row * num_blocks + blocks, mask=blocks < num_blocks, other=float("-inf"))
-    return tl.load(block_argmax_ptr + row * num_blocks + tl.argmax(maxima, axis=0))
+    maxima = tl.load(maxima_ptr + row * num_blocks + blocks, mask=blocks < num_blocks, other=float("-inf"))
+    return tl.load(argmax_ptr + row * num_blocks + tl.argmax(maxima, axis=0))
 
 
 @triton.jit
-def token_weights(
-    token_ids,
-    row,
-    temperature,
-    logits_ptr,
-    logits_stride,
-    replacements_ptr,
-    replacement_rows_ptr,
-    thresholds_ptr,
-    block_maxima_ptr,
-    vocab_size,
-    num_blocks,
-    BLOCK: tl.constexpr,
-):
-    """Integer weights of single tokens, each in the unit of its block, and the maxima of their blocks.
+def kept_weights(logits, maximum, temperature, threshold):
+    """Integer weights of the logits that are not below the threshold."""
+    return tl.where(logits >= threshold, exponential_weights(logits, maximum, temperature), 0)
 
-    Ids outside the vocabulary have weight 0.
-    """
-    logits = load_logits(row, token_ids, logits_ptr, logits_stride, replacements_ptr, replacement_rows_ptr, vocab_size)
-    mask = (token_ids >= 0) & (token_ids < vocab_size)
-    maxima = tl.load(block_maxima_ptr + row * num_blocks + token_ids // BLOCK, mask=mask, other=0.0)
-    weights = exponential_weights(logits, maxima, temperature)
-    if thresholds_ptr is not None:
-        weights = tl.where(logits >= tl.load(thresholds_ptr + row), weights, 0)
-    return weights, maxima
+
+def launch_block_statistics(
+    logits: PenalizedLogits,  # [num_rows, vocab_size]
+    temperature: torch.Tensor,  # [batch] float32, contiguous
+    cu_num_draft_tokens: torch.Tensor | None,  # [batch + 1] int32, contiguous
+    rows_per_sequence: int,  # at most
+    block_size: int,
+    *,
+    has_weights: bool,
+    has_groups: bool,
+) -> BlockStatistics:
+    """Statistics of all rows that belong to sequences."""
+    num_rows, vocab_size = logits.logits.shape
+    device = logits.logits.device
+    num_blocks = triton.cdiv(vocab_size, block_size)
+    shape = (num_rows, num_blocks)
+    group_size = min(GROUP_SIZE, block_size)
+    num_groups = num_blocks * block_size // group_size
+    statistics = BlockStatistics(
+        block_size,
+        torch.empty(shape, dtype=torch.float32, device=device),
+        torch.empty(shape, dtype=torch.int32, device=device),
+        torch.empty(shape, dtype=torch.int64, device=device) if has_weights else None,
+        group_size,
+        torch.empty((num_rows, num_groups), dtype=torch.float32, device=device) if has_groups else None,
+    )
+    # Sequences go on the grid's first axis, the only one that may pass 65,535.
+    _block_statistics_kernel[(len(temperature), rows_per_sequence, num_blocks)](
+        logits.logits,
+        logits.logits.stride(0),
+        logits.replacements,
+        logits.replacement_rows,
+        temperature,
+        cu_num_draft_tokens,
+        statistics.maxima,
+        statistics.argmax,
+        statistics.weights,
+        statistics.group_maxima,
+        vocab_size,
+        num_blocks,
+        BLOCK=block_size,
+        GROUP=group_size,
+        num_warps=4,
+    )
+    return statistics
+
+
+def launch_kept_weights(
+    statistics: BlockStatistics,  # its weights are changed
+    logits: PenalizedLogits,  # [num_rows, vocab_size]
+    thresholds: torch.Tensor,  # [num_rows] float32
+    temperature: torch.Tensor,  # [batch] float32, contiguous
+    cu_num_draft_tokens: torch.Tensor | None,  # [batch + 1] int32, contiguous
+    rows_per_sequence: int,
+) -> None:
+    """Leave in the blocks' weights only tokens at or above the row's threshold."""
+    _kept_weights_kernel[(len(temperature), rows_per_sequence, statistics.num_blocks)](
+        logits.logits,
+        logits.logits.stride(0),
+        logits.replacements,
+        logits.replacement_rows,
+        thresholds,
+        temperature,
+        cu_num_draft_tokens,
+        statistics.maxima,
+        statistics.weights,
+        statistics.group_maxima,
+        logits.logits.shape[1],
+        statistics.num_blocks,
+        BLOCK=statistics.block_size,
+        GROUP=statistics.group_size,
+        num_warps=4,
+    )

@@ -19,6 +19,7 @@ from kernels.shape_logits import logit_thresholds
 
 NUM_CANDIDATES = 64
 """Candidates of a draft token unless told otherwise."""
+MAX_CANDIDATES = 1024
 
 
 @dataclass(frozen=True)
@@ -41,36 +42,32 @@ def draft_sample(
     min_p: torch.Tensor | None = None,  # [batch] float32; 0: off
     num_candidates: int = NUM_CANDIDATES,
 ) -> DraftSample:
-    """Draw one token a sequence, with DRAFT noise, from the most likely num_candidates tokens.
+    """Draw one token a sequence, with DRAFT noise, from the most likely num_candidates tokens, at most 1,024.
 
     The candidates' probabilities are rounded to integers that sum to 65,536 by largest remainders. Slots that the
     vocabulary cannot fill have id 0 and weight 0. At temperature 0, where no logit is finite and where one candidate
-    would take all the weight, the token is the most likely candidate and all weights are 0. NaN logits count as
-    impossible; a row with num_candidates or more of them may lose its other tokens. Raises ValueError, naming the
-    argument, when shapes or types do not fit.
+    would take all the weight, the token is the most likely candidate and all weights are 0. Of equal logits the one
+    with the lower id counts as more likely. NaN logits count as impossible. Raises ValueError, naming the argument,
+    when shapes or types do not fit.
     """
     check_logits("logits", logits)
-    batch_size, vocab_size = logits.shape
+    batch_size = len(logits)
     check_shaping(batch_size, logits.device, temperature, top_k, top_p, min_p)
     check_tensor("seeds", seeds, (batch_size,), (torch.int64,), logits.device)
     check_tensor("positions", positions, (batch_size,), (torch.int64,), logits.device)
-    if num_candidates < 1:
-        raise ValueError(f"num_candidates is {num_candidates}, expected at least 1")
-    thresholds = logit_thresholds(logits, temperature, top_k, top_p, min_p)
-    top = logits.topk(min(num_candidates, vocab_size), dim=1, sorted=False)
+    if not 1 <= num_candidates <= MAX_CANDIDATES:
+        raise ValueError(f"num_candidates is {num_candidates}, expected 1 to {MAX_CANDIDATES}")
     if runs_triton(logits):
-        from kernels.draft_sample_triton import launch_draft_sample as implementation
-    else:
-        implementation = reference_draft_sample
-    token_ids, candidate_ids, candidate_weights = implementation(
-        top.values, top.indices, thresholds, temperature, seeds, positions, num_candidates
-    )
-    return DraftSample(token_ids, candidate_ids, candidate_weights)
+        from kernels.draft_sample_triton import launch_draft_sample
+
+        filters = (top_k, top_p, min_p)
+        return DraftSample(*launch_draft_sample(logits, temperature, seeds, positions, filters, num_candidates))
+    thresholds = logit_thresholds(logits, temperature, top_k, top_p, min_p)
+    return DraftSample(*reference_draft_sample(logits, thresholds, temperature, seeds, positions, num_candidates))
 
 
 def reference_draft_sample(
-    top_logits: torch.Tensor,  # [batch, k] in any order
-    top_ids: torch.Tensor,  # [batch, k] int64
+    logits: torch.Tensor,  # [batch, vocab_size]
     thresholds: torch.Tensor | None,  # [batch] float32
     temperature: torch.Tensor,  # [batch] float32
     seeds: torch.Tensor,  # [batch] int64
@@ -78,9 +75,7 @@ def reference_draft_sample(
     num_candidates: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # [batch] int32, [batch, m] int32, [batch, m] int32
     """Token ids, candidate ids and candidate weights, as `DraftSample` describes them."""
-    ids, by_id = top_ids.sort(dim=1)
-    values, order = sanitized(top_logits).gather(1, by_id).sort(dim=1, descending=True, stable=True)
-    ids = ids.gather(1, order)
+    values, ids = _most_likely(logits, min(num_candidates, logits.shape[1]))
     maxima = values[:, 0]
     if thresholds is not None:
         values = torch.where(values >= thresholds.unsqueeze(1), values, -torch.inf)
@@ -98,6 +93,24 @@ def reference_draft_sample(
     padding = (0, num_candidates - ids.shape[1])
     pad = torch.nn.functional.pad
     return token_ids.int(), pad(ids.int(), padding), pad(weights.int(), padding)
+
+
+def _most_likely(
+    logits: torch.Tensor,  # [batch, vocab_size]
+    num_top: int,
+) -> tuple[torch.Tensor, torch.Tensor]:  # [batch, num_top] float32, sanitized, and int64
+    """The largest logits in descending order and their ids, lower ids first among equals."""
+    values = sanitized(logits)
+    top_values, top_ids = values.topk(num_top, dim=1)
+    # Which of the tokens equal to the last one are among the largest, topk leaves open.
+    bounds = top_values[:, -1:]
+    num_from_bound = (values >= bounds).sum(dim=1)
+    for row in torch.nonzero(num_from_bound > num_top).flatten().tolist():
+        num_above = int((top_values[row] > bounds[row]).sum())
+        top_ids[row, num_above:] = torch.nonzero(values[row] == bounds[row]).flatten()[: num_top - num_above]
+    top_ids, _ = top_ids.sort(dim=1)
+    top_values, order = values.gather(1, top_ids).sort(dim=1, descending=True, stable=True)
+    return top_values, top_ids.gather(1, order)
 
 
 def _rounded(

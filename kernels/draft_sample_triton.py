@@ -1,4 +1,9 @@
-"""Triton kernel of `kernels.draft_sample`."""
+"""Triton kernel of `kernels.draft_sample`, behind the pass over all logits.
+
+One program a row. The m largest of the groups' maxima are m tokens, so the m most likely tokens are in those groups:
+first the groups are chosen, then the tokens in them, both the lowest ids first among equals, and the rest is done with
+m tokens.
+"""
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 # Triton's decorators and device functions carry no types.
 
@@ -8,44 +13,133 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.integer_weights_triton import exponential_weights
+from kernels.block_statistics_triton import launch_block_statistics
+from kernels.integer_weights import BLOCK_SIZE
+from kernels.integer_weights_triton import exponential_weights, load_logits
+from kernels.ordered_keys_triton import ABSENT, key_bits, ordered_keys, places_of_largest
 from kernels.random import Purpose
 from kernels.random_triton import philox_words
+from kernels.shape_logits import PenalizedLogits
+from kernels.thresholds_triton import Filters, launch_thresholds
 
 _DRAFT = tl.constexpr(int(Purpose.DRAFT))
 
 
 @triton.jit
+def _list_most_likely(
+    row,
+    num_top,
+    logits_ptr,
+    logits_stride,
+    group_maxima_ptr,
+    groups_ptr,  # room for num_top, of this row
+    ids_ptr,  # room for num_top, of this row
+    vocab_size,
+    num_groups,
+    SLOTS: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEY_BITS: tl.constexpr,
+):
+    """List the ids of the num_top most likely tokens in ascending order."""
+    groups = tl.arange(0, NUM_GROUPS)
+    num_filled = tl.cdiv(vocab_size, GROUP)
+    is_filled = groups < num_filled
+    maxima = tl.load(group_maxima_ptr + row * num_groups + groups, mask=is_filled, other=0.0)
+    num_listed = tl.minimum(num_top, num_filled)
+    is_taken, places = places_of_largest(tl.where(is_filled, ordered_keys(maxima, KEY_BITS), ABSENT), num_listed)
+    tl.store(groups_ptr + places, groups, mask=is_taken)
+    tl.debug_barrier()
+
+    slots = tl.arange(0, SLOTS)
+    groups = tl.load(groups_ptr + slots, mask=slots < num_listed, other=num_groups)
+    ids = groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    logits = load_logits(row, ids, logits_ptr, logits_stride, None, None, vocab_size)
+    keys = tl.where(ids < vocab_size, ordered_keys(logits, KEY_BITS), ABSENT)
+    is_taken, places = places_of_largest(tl.reshape(keys, [SLOTS * GROUP]), num_top)
+    tl.store(ids_ptr + places, tl.reshape(ids, [SLOTS * GROUP]), mask=is_taken)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _num_larger(
+    values_ptr,  # [num_values] int64
+    num_values,
+    SLOTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+):
+    """How many of the values are larger than each of them. All pairs, by chunks."""
+    slots = tl.arange(0, SLOTS)
+    values = tl.load(values_ptr + slots, mask=slots < num_values, other=0)
+    num_larger = tl.zeros([SLOTS], dtype=tl.int32)
+    for start in range(0, SLOTS, CHUNK):
+        others = start + tl.arange(0, CHUNK)
+        # Values are not negative.
+        other_values = tl.load(values_ptr + others, mask=others < num_values, other=-1)
+        num_larger += tl.sum((other_values[None, :] > values[:, None]).to(tl.int32), axis=1)
+    return num_larger
+
+
+@triton.jit
 def _draft_sample_kernel(
-    top_logits_ptr,  # [batch, num_top], in any order
-    top_ids_ptr,  # [batch, num_top] int64
+    logits_ptr,  # [batch, vocab_size]
+    logits_stride,
+    group_maxima_ptr,  # [batch, num_groups] float32
     thresholds_ptr,  # [batch] float32, or None
     temperature_ptr,  # [batch] float32
     seeds_ptr,  # [batch] int64
     positions_ptr,  # [batch] int64
+    groups_ptr,  # [batch, num_candidates] int32, room for lists
+    ids_ptr,  # [batch, num_candidates] int32, room for lists
+    values_ptr,  # [batch, num_candidates] int64, room for what is ranked
     token_ids_ptr,  # [batch] int32
     candidate_ids_ptr,  # [batch, num_candidates] int32
     candidate_weights_ptr,  # [batch, num_candidates] int32
-    num_top,
+    vocab_size,
+    num_groups,
     num_candidates,
     SLOTS: tl.constexpr,
+    CHUNK: tl.constexpr,
+    NUM_GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+    KEY_BITS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    slots = tl.arange(0, SLOTS)
-    mask = slots < num_top
-    logits = tl.load(top_logits_ptr + row * num_top + slots, mask=mask, other=float("-inf")).to(tl.float32)
-    logits = tl.where(logits == logits, logits, float("-inf"))
-    logits = tl.minimum(logits, 3.4028234663852886e38)
-    # Empty slots come behind all tokens.
-    ids = tl.load(top_ids_ptr + row * num_top + slots, mask=mask, other=0).to(tl.int32)
-    ids = tl.where(mask, ids, 2147483647 - SLOTS + slots)
-
-    # rank[i]: how many candidates come before i, by [i, j] comparisons; a sort would need its payload to follow.
-    is_before = (logits[None, :] > logits[:, None]) | (
-        (logits[None, :] == logits[:, None]) & (ids[None, :] < ids[:, None])
+    ids_ptr += row * num_candidates
+    values_ptr += row * num_candidates
+    candidate_ids_ptr += row * num_candidates
+    candidate_weights_ptr += row * num_candidates
+    num_top = tl.minimum(num_candidates, vocab_size)
+    _list_most_likely(
+        row,
+        num_top,
+        logits_ptr,
+        logits_stride,
+        group_maxima_ptr,
+        groups_ptr + row * num_candidates,
+        ids_ptr,
+        vocab_size,
+        num_groups,
+        SLOTS,
+        NUM_GROUPS,
+        GROUP,
+        KEY_BITS,
     )
-    ranks = tl.sum(is_before.to(tl.int32), axis=1)
+    # What is compared in pairs goes through memory: in registers every thread would work out its share of it anew.
+    slots = tl.arange(0, SLOTS)
+    slots_left = SLOTS - 1 - slots  # makes the first among equals the largest
+    mask = slots < num_top
+    ids = tl.load(ids_ptr + slots, mask=mask, other=vocab_size)
+    logits = load_logits(row, ids, logits_ptr, logits_stride, None, None, vocab_size)
+    keys = ordered_keys(logits, 32).to(tl.int64) + 2147483648
+    tl.store(values_ptr + slots, keys * SLOTS + slots_left, mask=mask)
+    tl.debug_barrier()
+    tl.store(candidate_ids_ptr + _num_larger(values_ptr, num_top, SLOTS, CHUNK), ids, mask=mask)
+    tl.debug_barrier()
 
+    # From here on the most likely one comes first.
+    ids = tl.load(candidate_ids_ptr + slots, mask=mask, other=vocab_size)
+    logits = load_logits(row, ids, logits_ptr, logits_stride, None, None, vocab_size)
     maximum = tl.max(logits, axis=0)
     temperature = tl.load(temperature_ptr + row)
     is_random = (temperature > 0.0) & (maximum > float("-inf"))
@@ -56,58 +150,74 @@ def _draft_sample_kernel(
     # Largest remainders, in exact integers.
     total = tl.maximum(tl.sum(weights, axis=0), 1)
     floors = weights * 65536 // total
-    remainders = weights * 65536 - floors * total
-    is_larger = (remainders[None, :] > remainders[:, None]) | (
-        (remainders[None, :] == remainders[:, None]) & (ranks[None, :] < ranks[:, None])
-    )
-    num_larger = tl.sum(is_larger.to(tl.int64), axis=1)
-    rounded = floors + (num_larger < 65536 - tl.sum(floors, axis=0)).to(tl.int64)
+    tl.store(values_ptr + slots, (weights * 65536 - floors * total) * SLOTS + slots_left, mask=mask)
+    tl.store(candidate_weights_ptr + slots, floors.to(tl.int32), mask=mask)
+    tl.debug_barrier()
+    num_larger = _num_larger(values_ptr, num_top, SLOTS, CHUNK)
+    rounded = tl.load(candidate_weights_ptr + slots, mask=mask, other=0)
+    rounded += (mask & (num_larger < 65536 - tl.sum(rounded, axis=0))).to(tl.int32)
     # A token that takes everything is certain, which is written as no weight at all: 65,536 does not fit in 16 bits.
     is_random = is_random & (tl.max(rounded, axis=0) < 65536)
     rounded = tl.where(is_random, rounded, 0)
 
     word, _, _, _ = philox_words(tl.load(seeds_ptr + row), tl.load(positions_ptr + row), _DRAFT)
-    draw = (word >> 16).to(tl.int64)
-    cumulative = tl.sum(tl.where(ranks[None, :] <= ranks[:, None], rounded[None, :], 0), axis=1)
+    draw = (word >> 16).to(tl.int32)
+    cumulative = tl.cumsum(rounded, axis=0)
     is_drawn = (cumulative - rounded <= draw) & (draw < cumulative)
-    is_chosen = tl.where(is_random, is_drawn, ranks == 0)
+    is_chosen = tl.where(is_random, is_drawn, slots == 0)
     tl.store(token_ids_ptr + row, tl.sum(tl.where(is_chosen, ids, 0), axis=0))
 
-    tl.store(candidate_ids_ptr + row * num_candidates + ranks, ids, mask=mask)
-    tl.store(candidate_weights_ptr + row * num_candidates + ranks, rounded.to(tl.int32), mask=mask)
-    is_padding = (slots >= num_top) & (slots < num_candidates)
-    tl.store(candidate_ids_ptr + row * num_candidates + slots, slots * 0, mask=is_padding)
-    tl.store(candidate_weights_ptr + row * num_candidates + slots, slots * 0, mask=is_padding)
+    is_slot = slots < num_candidates
+    tl.store(candidate_ids_ptr + slots, tl.where(mask, ids, 0), mask=is_slot)
+    tl.store(candidate_weights_ptr + slots, rounded, mask=is_slot)
 
 
 def launch_draft_sample(
-    top_logits: torch.Tensor,  # [batch, k] in any order
-    top_ids: torch.Tensor,  # [batch, k] int64
-    thresholds: torch.Tensor | None,  # [batch] float32
+    logits: torch.Tensor,  # [batch, vocab_size]
     temperature: torch.Tensor,  # [batch] float32
     seeds: torch.Tensor,  # [batch] int64
     positions: torch.Tensor,  # [batch] int64
+    filters: Filters,
     num_candidates: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # [batch] int32, [batch, m] int32, [batch, m] int32
     """Token ids, candidate ids and candidate weights, as `DraftSample` describes them."""
-    batch_size, num_top = top_logits.shape
-    device = top_logits.device
+    batch_size, vocab_size = logits.shape
+    device = logits.device
     token_ids = torch.empty(batch_size, dtype=torch.int32, device=device)
     candidate_ids = torch.empty((batch_size, num_candidates), dtype=torch.int32, device=device)
     candidate_weights = torch.empty_like(candidate_ids)
-    if batch_size:
-        _draft_sample_kernel[(batch_size,)](
-            top_logits.contiguous(),
-            top_ids.contiguous(),
-            thresholds,
-            temperature.contiguous(),
-            seeds.contiguous(),
-            positions.contiguous(),
-            token_ids,
-            candidate_ids,
-            candidate_weights,
-            num_top,
-            num_candidates,
-            SLOTS=triton.next_power_of_2(num_candidates),
-        )
+    if batch_size == 0:
+        return token_ids, candidate_ids, candidate_weights
+
+    num_slots = triton.next_power_of_2(num_candidates)
+    rows, temperature = PenalizedLogits(logits, None, None), temperature.contiguous()
+    has_filters = any(values is not None for values in filters)
+    statistics = launch_block_statistics(
+        rows, temperature, None, 1, BLOCK_SIZE, has_weights=has_filters, has_groups=True
+    )
+    thresholds = launch_thresholds(rows, statistics, temperature, filters, None, 1) if has_filters else None
+    _draft_sample_kernel[(batch_size,)](
+        logits,
+        logits.stride(0),
+        statistics.group_maxima,
+        thresholds,
+        temperature,
+        seeds.contiguous(),
+        positions.contiguous(),
+        torch.empty_like(candidate_ids),
+        torch.empty_like(candidate_ids),
+        torch.empty_like(candidate_ids, dtype=torch.int64),
+        token_ids,
+        candidate_ids,
+        candidate_weights,
+        vocab_size,
+        statistics.num_groups,
+        num_candidates,
+        SLOTS=num_slots,
+        CHUNK=min(num_slots, max(8192 // num_slots, 1)),
+        NUM_GROUPS=triton.next_power_of_2(statistics.num_groups),
+        GROUP=statistics.group_size,
+        KEY_BITS=key_bits(logits, None),
+        num_warps=8,
+    )
     return token_ids, candidate_ids, candidate_weights

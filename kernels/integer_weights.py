@@ -1,10 +1,10 @@
 """Probabilities as integers, which is how sampling here stays exact.
 
-Within a block of BLOCK_SIZE tokens a token weighs floor(2**40 * exp((logit - the block's maximum) / temperature)). Sums
-of such weights are exact whatever their order, so a block's weight is precisely the sum of its tokens' weights, however
-a GPU splits the work, and a token of weight 0 can never be drawn: the cumulative sum does not move there. A token is
-drawn in two stages, first the block, then the token within it, each with its own uniform. The numbers stay within
-2**53, so that float64 holds them exactly too.
+Within a block of BLOCK_SIZE tokens a token weighs 2**40 * exp((logit - the block's maximum) / temperature), rounded to
+an integer. Sums of such weights are exact whatever their order, so a block's weight is precisely the sum of its tokens'
+weights, however a GPU splits the work, and a token of weight 0 can never be drawn: the cumulative sum does not move
+there. A token is drawn in two stages, first the block, then the token within it, each with its own uniform. The numbers
+stay within 2**53, so that float64 holds them exactly too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def exponential_weights(
     """The integer weights of logits relative to their maxima, held in float32, which has bits enough for each."""
     finite_maxima = torch.where(maxima == -torch.inf, 0.0, maxima).unsqueeze(-1)
     exponents = (logits - finite_maxima).div_(temperatures.unsqueeze(-1)).clamp_min_(_SMALLEST_EXPONENT)
-    return exponents.exp_().mul_(2.0**WEIGHT_BITS).floor_()
+    return exponents.exp_().mul_(2.0**WEIGHT_BITS).round_()
 
 
 def row_chunks(num_rows: int, row_size: int) -> Iterator[slice]:

@@ -17,12 +17,13 @@ def load_logits(
     replacements_ptr,  # [num_replaced, vocab_size] float32, or None
     replacement_rows_ptr,  # [num_rows] int32, or None
     vocab_size,
+    is_wanted=True,  # the others are not read
 ):
     """Logits of a row as float32: the replaced ones where the row has them, NaN as -inf, +inf as the largest number.
 
-    Columns outside the vocabulary read as -inf.
+    What is not wanted or outside the vocabulary reads as -inf.
     """
-    mask = (columns >= 0) & (columns < vocab_size)
+    mask = (columns >= 0) & (columns < vocab_size) & is_wanted
     if replacements_ptr is not None:
         replacement = tl.load(replacement_rows_ptr + row).to(tl.int64)
         # Only one of the two loads lets anything through, so no memory is read twice.
@@ -47,15 +48,45 @@ def finite_or_zero(maximum):
 
 
 @triton.jit
+def weight_parts(logits, maximum, temperature):
+    """round(2**40 * exp((logit - maximum) / temperature)) as int32 parts, coarse * 2**20 + fine.
+
+    Adding a number whose last bit is the wanted unit rounds to that unit, and the multiple can be read from the sum's
+    bits. Conversion to 64 bits takes the unit that exp needs too and would bound the pass over all logits.
+    """
+    # A division for each logit would cost more than all the rest.
+    exponentials = tl.exp2((logits - finite_or_zero(maximum)) * (1.4426950408889634 / temperature))
+    coarse = exponentials + 12.0  # in units of 2**-20
+    fine = exponentials - (coarse - 12.0) + 1.1444091796875e-05  # 1.5 * 2**-17, in units of 2**-40
+    return coarse.to(tl.int32, bitcast=True) - 0x41400000, fine.to(tl.int32, bitcast=True) - 0x37400000
+
+
+@triton.jit
 def exponential_weights(logits, maximum, temperature):
-    """int64 floor(2**40 * exp((logit - maximum) / temperature))."""
-    return (tl.exp((logits - finite_or_zero(maximum)) / temperature) * 1099511627776.0).to(tl.int64)
+    """int64 round(2**40 * exp((logit - maximum) / temperature))."""
+    coarse, fine = weight_parts(logits, maximum, temperature)
+    return (coarse.to(tl.int64) << 20) + fine
+
+
+@triton.jit
+def target_of(noise, total):
+    """The cumulative int64 weight that a uniform stands for, below the total."""
+    return tl.minimum((noise * total.to(tl.float64)).to(tl.int64), total - 1)
+
+
+@triton.jit
+def choose_at(weights, target):
+    """The first index at which the cumulative int64 weight passes the target, and how far the target reaches into it.
+
+    Index 0 for a target below 0, the one of weights that are all 0.
+    """
+    cumulative = tl.cumsum(weights, axis=0)
+    is_before = cumulative <= target
+    return tl.sum(is_before.to(tl.int32), axis=0), target - tl.max(tl.where(is_before, cumulative, 0), axis=0)
 
 
 @triton.jit
 def choose(weights, noise):
     """The first index at which the cumulative int64 weight passes noise * total; 0 where the total is 0."""
-    cumulative = tl.cumsum(weights, axis=0)
-    total = tl.sum(weights, axis=0)
-    target = tl.minimum((noise * total.to(tl.float64)).to(tl.int64), total - 1)
-    return tl.sum((cumulative <= target).to(tl.int32), axis=0)
+    index, _ = choose_at(weights, target_of(noise, tl.sum(weights, axis=0)))
+    return index

@@ -29,7 +29,7 @@ def paged_attention(
     value_cache: torch.Tensor,  # as key_cache
     cu_query_lens: torch.Tensor,  # [batch + 1] int32, where each sequence's queries start, and the end
     context_lens: torch.Tensor,  # [batch] int32, tokens of the sequence including this step's queries
-    block_tables: torch.Tensor,  # [batch, max_blocks] int32; entries beyond a sequence's context are not read
+    block_tables: torch.Tensor,  # [batch, max_blocks] int32; entries beyond a sequence's context may be anything
     *,
     scale: float,
     max_query_len: int,  # the longest of the batch; sets the tiling

@@ -10,6 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels.paged_attention_split_triton import SplitTiling, launch_split_attention
+
 
 def launch_paged_attention(
     query: torch.Tensor,  # [num_tokens, num_heads, head_dim], any strides with a dense last dimension
@@ -36,7 +38,32 @@ def launch_paged_attention(
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     if num_tokens == 0:
         return output
-    tiling = _Tiling.choose(max_query_len, num_heads // num_kv_heads, head_dim, query.dtype)
+    group_size = num_heads // num_kv_heads
+    split_tiling = SplitTiling.choose(
+        max_query_len,
+        group_size,
+        head_dim,
+        query.dtype,
+        num_pairs=num_sequences * num_kv_heads,
+        max_context_len=block_tables.shape[1] * block_size,
+    )
+    if split_tiling is not None:
+        launch_split_attention(
+            output,
+            query,
+            key_cache,
+            value_cache,
+            cu_query_lens,
+            context_lens,
+            block_tables,
+            scale=scale,
+            max_query_len=max_query_len,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            tiling=split_tiling,
+        )
+        return output
+    tiling = _Tiling.choose(max_query_len, group_size, head_dim, query.dtype)
     has_one_tile_each = max_query_len <= tiling.num_queries
     num_tiles = num_sequences if has_one_tile_each else num_tokens // tiling.num_queries + num_sequences
     _paged_attention_kernel[(num_tiles, num_kv_heads)](
@@ -55,7 +82,7 @@ def launch_paged_attention(
         SLIDING_WINDOW=sliding_window,
         SOFTCAP=softcap,
         NUM_KV_HEADS=num_kv_heads,
-        GROUP_SIZE=num_heads // num_kv_heads,
+        GROUP_SIZE=group_size,
         HEAD_DIM=head_dim,
         HEAD_DIM_PADDED=max(16, triton.next_power_of_2(head_dim)),
         BLOCK_SIZE=block_size,
@@ -81,21 +108,19 @@ class _Tiling:
 
     @staticmethod
     def choose(max_query_len: int, group_size: int, head_dim: int, dtype: torch.dtype) -> _Tiling:
-        # What a program holds has to fit its registers: 16-bit heads up to 128 take large tiles; float32 is multiplied
-        # without tensor cores, in a layout that spills beyond 32 rows and 16 keys.
+        # What a program holds has to fit its registers: float32 is multiplied without tensor cores, in a layout that
+        # spills beyond 32 rows and 16 keys.
         if dtype.itemsize > 2:
-            most_rows, num_keys, large = 32, 16, 32
-        elif head_dim > 128:
-            most_rows, num_keys, large = 64, 32, 128
+            most_rows, num_keys = 32, 16
         else:
-            most_rows, num_keys, large = 128, 64, 128
+            most_rows, num_keys = 64, 32 if head_dim > 128 else 64
         most_rows = max(most_rows, triton.next_power_of_2(group_size))
         num_rows = min(max(16, triton.next_power_of_2(max_query_len * group_size)), most_rows)
         return _Tiling(
             num_rows=num_rows,
             num_queries=num_rows // group_size,
             num_keys=num_keys,
-            num_warps=8 if num_rows >= large else 4,
+            num_warps=8 if num_rows > 64 or dtype.itemsize > 2 else 4,
             num_stages=2,
         )
 
@@ -167,50 +192,129 @@ def _paged_attention_kernel(
 
     key_end = tl.minimum(context_len, first_position + NUM_QUERIES)
     key_begin = 0
+    # Up to here every query of the tile sees every key.
+    full_end = (first_position + 1) // NUM_KEYS * NUM_KEYS
     if SLIDING_WINDOW is not None:
         key_begin = tl.maximum(first_position - SLIDING_WINDOW + 1, 0) // NUM_KEYS * NUM_KEYS
+        full_end = key_begin
 
-    LOG2_E: tl.constexpr = 1.4426950408889634
+    block_table_ptr = block_tables_ptr + sequence.to(tl.int64) * block_table_stride
+    key_cache_ptr += kv_head * HEAD_DIM
+    value_cache_ptr += kv_head * HEAD_DIM
+    key_position = key_begin + tl.arange(0, NUM_KEYS)
+    block = tl.load(block_table_ptr + key_position // BLOCK_SIZE, mask=key_position < key_end, other=0)
     largest = tl.full([NUM_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([NUM_ROWS], tl.float32)
     attended = tl.zeros([NUM_ROWS, HEAD_DIM_PADDED], tl.float32)
-    for key_start in range(key_begin, key_end, NUM_KEYS):
-        key_position = key_start + tl.arange(0, NUM_KEYS)
-        is_key = key_position < key_end
-        block = tl.load(
-            block_tables_ptr + sequence.to(tl.int64) * block_table_stride + key_position // BLOCK_SIZE,
-            mask=is_key,
-            other=0,
+    for key_start in range(key_begin, full_end, NUM_KEYS):
+        block, largest, total, attended = _attend_to_keys(
+            key_start,
+            key_end,
+            block,
+            largest,
+            total,
+            attended,
+            query,
+            query_position,
+            key_cache_ptr,
+            value_cache_ptr,
+            block_table_ptr,
+            scale,
+            HAS_MASK=False,
+            SLIDING_WINDOW=SLIDING_WINDOW,
+            SOFTCAP=SOFTCAP,
+            TOKEN_STRIDE=NUM_KV_HEADS * HEAD_DIM,
+            HEAD_DIM=HEAD_DIM,
+            HEAD_DIM_PADDED=HEAD_DIM_PADDED,
+            BLOCK_SIZE=BLOCK_SIZE,
+            NUM_KEYS=NUM_KEYS,
         )
-        # 64-bit: a large cache has more elements than 32 bits can count.
-        slot = block.to(tl.int64) * BLOCK_SIZE + key_position % BLOCK_SIZE
-        cached = (slot * NUM_KV_HEADS + kv_head) * HEAD_DIM
-        # Masked and not merely weighted with zero: beyond the context may be NaN.
-        key = tl.load(key_cache_ptr + cached[None, :] + dim[:, None], mask=is_key[None, :] & is_dim[:, None], other=0.0)
-        value = tl.load(
-            value_cache_ptr + cached[:, None] + dim[None, :], mask=is_key[:, None] & is_dim[None, :], other=0.0
+    for key_start in range(full_end, key_end, NUM_KEYS):
+        block, largest, total, attended = _attend_to_keys(
+            key_start,
+            key_end,
+            block,
+            largest,
+            total,
+            attended,
+            query,
+            query_position,
+            key_cache_ptr,
+            value_cache_ptr,
+            block_table_ptr,
+            scale,
+            HAS_MASK=True,
+            SLIDING_WINDOW=SLIDING_WINDOW,
+            SOFTCAP=SOFTCAP,
+            TOKEN_STRIDE=NUM_KV_HEADS * HEAD_DIM,
+            HEAD_DIM=HEAD_DIM,
+            HEAD_DIM_PADDED=HEAD_DIM_PADDED,
+            BLOCK_SIZE=BLOCK_SIZE,
+            NUM_KEYS=NUM_KEYS,
         )
-
-        scores = tl.dot(query, key, input_precision="ieee") * scale
-        if SOFTCAP is not None:
-            # tanh(x) = 1 - 2 / (exp(2x) + 1), right at both ends, where exp is 0 or infinite.
-            scores = SOFTCAP * (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E / SOFTCAP)) + 1.0))
-        is_seen = is_key[None, :] & (key_position[None, :] <= query_position[:, None])
-        if SLIDING_WINDOW is not None:
-            is_seen &= key_position[None, :] > query_position[:, None] - SLIDING_WINDOW
-        scores = tl.where(is_seen, scores * LOG2_E, float("-inf"))
-
-        new_largest = tl.maximum(largest, tl.max(scores, axis=1))
-        # A row that has seen no key yet, before its window begins: any finite number keeps inf - inf out.
-        pivot = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-        weights = tl.exp2(scores - pivot[:, None])
-        decay = tl.exp2(largest - pivot)
-        total = total * decay + tl.sum(weights, axis=1)
-        attended = attended * decay[:, None] + tl.dot(weights.to(value.dtype), value, input_precision="ieee")
-        largest = new_largest
 
     tl.store(
         output_ptr + (token[:, None] * (NUM_KV_HEADS * GROUP_SIZE) + head[:, None]) * HEAD_DIM + dim[None, :],
         attended / total[:, None],
         mask=is_element,
     )
+
+
+@triton.jit
+def _attend_to_keys(
+    key_start,
+    key_end,  # keys from here on may not be read
+    block,  # [NUM_KEYS] int32, the blocks that hold these keys
+    largest,  # [NUM_ROWS] the largest score so far, times log2(e)
+    total,  # [NUM_ROWS] the sum of the weights so far, in units of exp2(largest)
+    attended,  # [NUM_ROWS, HEAD_DIM_PADDED] the weighted values so far, in the same units
+    query,  # [NUM_ROWS, HEAD_DIM_PADDED]
+    query_position,  # [NUM_ROWS]
+    key_cache_ptr,  # at the kv head of the first token
+    value_cache_ptr,  # as key_cache
+    block_table_ptr,  # the sequence's
+    scale,
+    HAS_MASK: tl.constexpr,  # False: every query sees all of these keys
+    SLIDING_WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    TOKEN_STRIDE: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    HEAD_DIM_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    NUM_KEYS: tl.constexpr,
+):  # the next tile's block, and the three sums with these keys in them
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    dim = tl.arange(0, HEAD_DIM_PADDED)
+    key_position = key_start + tl.arange(0, NUM_KEYS)
+    is_cached = (dim < HEAD_DIM)[None, :]
+    if HAS_MASK:
+        # Masked and not merely weighted with zero: beyond the context may be NaN.
+        is_cached &= (key_position < key_end)[:, None]
+    # 64-bit: a large cache has more elements than 32 bits can count.
+    cached = block.to(tl.int64) * (BLOCK_SIZE * TOKEN_STRIDE) + key_position % BLOCK_SIZE * TOKEN_STRIDE
+    cached = cached[:, None] + dim[None, :]
+    key = tl.load(key_cache_ptr + cached, mask=is_cached, other=0.0)
+    value = tl.load(value_cache_ptr + cached, mask=is_cached, other=0.0)
+    # One tile ahead, so that the next keys need not wait for their block.
+    next_position = key_position + NUM_KEYS
+    next_block = tl.load(block_table_ptr + next_position // BLOCK_SIZE, mask=next_position < key_end, other=0)
+
+    scores = tl.dot(query, tl.trans(key), input_precision="ieee")
+    if SOFTCAP is not None:
+        # tanh(x) = 1 - 2 / (exp(2x) + 1), right at both ends, where exp is 0 or infinite.
+        scores = 1.0 - 2.0 / (tl.exp2(scores * (scale * (2.0 * LOG2_E / SOFTCAP))) + 1.0)
+        factor = SOFTCAP * LOG2_E
+    else:
+        factor = scale * LOG2_E
+    if HAS_MASK:
+        is_seen = key_position[None, :] <= query_position[:, None]
+        if SLIDING_WINDOW is not None:
+            is_seen &= key_position[None, :] > query_position[:, None] - SLIDING_WINDOW
+        scores = tl.where(is_seen, scores, float("-inf"))
+    new_largest = tl.maximum(largest, tl.max(scores, axis=1) * factor)
+    # A row that has seen no key yet, before its window begins: any finite number keeps inf - inf out.
+    pivot = tl.where(new_largest == float("-inf"), 0.0, new_largest) if HAS_MASK else new_largest
+    weights = tl.exp2(scores * factor - pivot[:, None])
+    decay = tl.exp2(largest - pivot)
+    attended = tl.dot(weights.to(value.dtype), value, attended * decay[:, None], input_precision="ieee")
+    return next_block, new_largest, total * decay + tl.sum(weights, axis=1), attended

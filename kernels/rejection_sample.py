@@ -74,28 +74,31 @@ def rejection_sample(
         raise ValueError(f"max_num_draft_tokens is {max_num_draft_tokens}, expected 0 to {MAX_DRAFT_TOKENS}")
 
     logits = apply_penalties(target_logits, penalties, draft_token_ids)
+    drafts = (cu_num_draft_tokens, draft_token_ids, candidate_ids, candidate_weights)
+    if runs_triton(target_logits):
+        from kernels.rejection_sample_triton import launch_rejection_sample
+
+        return RejectionSample(
+            *launch_rejection_sample(
+                logits,
+                *drafts,
+                temperature,
+                seeds,
+                positions,
+                (top_k, top_p, min_p),
+                max_num_draft_tokens,
+                _block_size,
+            )
+        )
     thresholds = None
     if top_k is not None or top_p is not None or min_p is not None:
         row_sequences = _row_sequences(cu_num_draft_tokens, len(target_logits))
         thresholds = logit_thresholds(logits, temperature, top_k, top_p, min_p, row_sequences)
-    if runs_triton(target_logits):
-        from kernels.rejection_sample_triton import launch_rejection_sample as implementation
-    else:
-        implementation = reference_rejection_sample
-    token_ids, num_accepted = implementation(
-        logits,
-        thresholds,
-        cu_num_draft_tokens,
-        draft_token_ids,
-        candidate_ids,
-        candidate_weights,
-        temperature,
-        seeds,
-        positions,
-        max_num_draft_tokens,
-        _block_size,
+    return RejectionSample(
+        *reference_rejection_sample(
+            logits, thresholds, *drafts, temperature, seeds, positions, max_num_draft_tokens, _block_size
+        )
     )
-    return RejectionSample(token_ids, num_accepted)
 
 
 def _row_sequences(

@@ -85,16 +85,18 @@ def logit_thresholds(
         raise ValueError(f"temperature has {temperature.shape[0]} entries for {num_rows} rows and no row_sequences")
     if top_k is None and top_p is None and min_p is None:
         return None
+    if row_sequences is not None:
+        temperature = temperature[row_sequences]
+        top_k, top_p, min_p = (None if values is None else values[row_sequences] for values in (top_k, top_p, min_p))
     if runs_triton(rows.logits):
-        from kernels.shape_logits_triton import launch_thresholds
+        from kernels.thresholds_triton import thresholds_of_rows
 
-        return launch_thresholds(rows, temperature, top_k, top_p, min_p, row_sequences)
-    sequences = torch.arange(num_rows) if row_sequences is None else row_sequences.long()
+        return thresholds_of_rows(rows, temperature, (top_k, top_p, min_p))
     parameters = (
-        temperature[sequences],
-        torch.zeros(num_rows, dtype=torch.int32) if top_k is None else top_k[sequences],
-        torch.ones(num_rows) if top_p is None else top_p[sequences],
-        torch.zeros(num_rows) if min_p is None else min_p[sequences],
+        temperature,
+        torch.zeros(num_rows, dtype=torch.int32) if top_k is None else top_k,
+        torch.ones(num_rows) if top_p is None else top_p,
+        torch.zeros(num_rows) if min_p is None else min_p,
     )
     thresholds = torch.empty(num_rows)
     for chunk in row_chunks(num_rows, rows.logits.shape[1]):

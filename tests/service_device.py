@@ -5,3 +5,11 @@ from __future__ import annotations
 import os
 
 SERVICE_DEVICE = os.environ.get("TEST_DEVICE", "cpu")
+
+# Two cores run three processes and the test: a proposal may take long, and must not be given up.
+VERIFIER_FLAGS: tuple[str, ...] = ("--draft-timeout-seconds", "20")
+DRAFTER_FLAGS: tuple[str, ...] = ()
+if SERVICE_DEVICE != "cpu":
+    # Several tests share the GPU: none may size its cache by what is free, or capture graphs for large batches.
+    VERIFIER_FLAGS += ("--num-blocks", "2048", "--max-running", "16")
+    DRAFTER_FLAGS += ("--num-blocks", "2048", "--graph-max-sequences", "16")

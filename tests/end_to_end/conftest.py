@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from outrider.bundled import bundled_model
 from outrider.local import LocalCluster, Options
-from tests.service_device import SERVICE_DEVICE
+from tests.service_device import DRAFTER_FLAGS, SERVICE_DEVICE, VERIFIER_FLAGS
 from tests.tiny_models import save_tiny_llama
 
 MakeCluster = Callable[..., LocalCluster]
@@ -30,8 +30,8 @@ def demo_cluster(tmp_path: Path) -> MakeCluster:
             "dtype": "float32",
             "log_directory": tmp_path / "logs",
             "drain_seconds": 2.0,
-            # Two cores run three processes and the test: a proposal may take long, and must not be given up.
-            "verifier_flags": ("--draft-timeout-seconds", "20"),
+            "verifier_flags": VERIFIER_FLAGS,
+            "drafter_flags": () if options.get("drafter") in ("ngram", "scripted") else DRAFTER_FLAGS,
         }
         return LocalCluster(Options(**{**defaults, **options}))  # type: ignore[arg-type]
 

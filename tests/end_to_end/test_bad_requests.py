@@ -13,7 +13,7 @@ import pytest_asyncio
 from outrider.bundled import bundled_model
 from outrider.local import LocalCluster, Options
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc, verifier_pb2, verifier_pb2_grpc
-from tests.service_device import SERVICE_DEVICE
+from tests.service_device import DRAFTER_FLAGS, SERVICE_DEVICE, VERIFIER_FLAGS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -28,6 +28,8 @@ async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Loc
         dtype="float32",
         log_directory=tmp_path_factory.mktemp("logs"),
         drain_seconds=2.0,
+        verifier_flags=VERIFIER_FLAGS,
+        drafter_flags=DRAFTER_FLAGS,
     )
     async with LocalCluster(options) as running:
         yield running

@@ -16,7 +16,7 @@ from outrider.client import AsyncClient
 from outrider.completion import TokenOrigin
 from outrider.local import LocalCluster, Options
 from tests.end_to_end.conftest import load_model
-from tests.service_device import SERVICE_DEVICE
+from tests.service_device import DRAFTER_FLAGS, SERVICE_DEVICE, VERIFIER_FLAGS
 
 VOCABULARY = 16
 PROMPT = [3, 1, 4, 1, 5]
@@ -146,21 +146,29 @@ async def sample(
     return await asyncio.gather(*(one(index) for index in range(num_requests)))
 
 
+def tiny_cluster(tiny_pair: tuple[Path, Path], log_directory: Path) -> LocalCluster:
+    """The three services with a pair small enough to go through all that it could say."""
+    target, draft = tiny_pair
+    return LocalCluster(
+        Options(
+            target=target,
+            draft=draft,
+            device=SERVICE_DEVICE,
+            dtype="float32",
+            log_directory=log_directory,
+            log_level="WARNING",
+            verifier_flags=VERIFIER_FLAGS,
+            drafter_flags=DRAFTER_FLAGS,
+        )
+    )
+
+
 @pytest.mark.slow
 async def test_tokens_are_distributed_as_the_target_alone_would(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
     """Catches any error in q, in the acceptance test, in the residual and in their random numbers."""
-    target, draft = tiny_pair
-    options = Options(
-        target=target,
-        draft=draft,
-        device=SERVICE_DEVICE,
-        dtype="float32",
-        log_directory=tmp_path,
-        log_level="WARNING",
-        verifier_flags=("--draft-timeout-seconds", "20"),
-    )
+    target, _ = tiny_pair
     failures = []
-    async with LocalCluster(options) as cluster, AsyncClient(cluster.address) as client:
+    async with tiny_cluster(tiny_pair, tmp_path) as cluster, AsyncClient(cluster.address) as client:
         for number, case in enumerate(CASES):
             outputs = await sample(client, case, NUM_REQUESTS, seed=1_000_000 * number)
             origins = Counter(origin for _, found in outputs for origin in found)
@@ -177,11 +185,8 @@ async def test_tokens_are_distributed_as_the_target_alone_would(tiny_pair: tuple
 
 async def test_the_statistic_sees_a_wrong_temperature(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
     """The check can fail: output sampled at temperature 1 is not that of temperature 0.85."""
-    target, draft = tiny_pair
-    options = Options(
-        target=target, draft=draft, device=SERVICE_DEVICE, dtype="float32", log_directory=tmp_path, log_level="WARNING"
-    )
-    async with LocalCluster(options) as cluster, AsyncClient(cluster.address) as client:
+    target, _ = tiny_pair
+    async with tiny_cluster(tiny_pair, tmp_path) as cluster, AsyncClient(cluster.address) as client:
         outputs = await sample(client, CASES[0], NUM_REQUESTS, seed=7)
     expected = exact_marginals(target, Case("another temperature", 0.85, {}))
     p_values = [
@@ -193,18 +198,8 @@ async def test_the_statistic_sees_a_wrong_temperature(tiny_pair: tuple[Path, Pat
 
 async def test_the_same_seed_gives_the_same_tokens_in_any_company(tiny_pair: tuple[Path, Path], tmp_path: Path) -> None:
     """Catches random numbers that depend on the batch, the slot or the time."""
-    target, draft = tiny_pair
-    options = Options(
-        target=target,
-        draft=draft,
-        device=SERVICE_DEVICE,
-        dtype="float32",
-        log_directory=tmp_path,
-        log_level="WARNING",
-        verifier_flags=("--draft-timeout-seconds", "20"),
-    )
 
-    async with LocalCluster(options) as cluster, AsyncClient(cluster.address) as client:
+    async with tiny_cluster(tiny_pair, tmp_path) as cluster, AsyncClient(cluster.address) as client:
 
         async def generate(seed: int, prompt: list[int]) -> tuple[int, ...]:
             completion = await client.generate(token_ids=prompt, max_tokens=60, temperature=1.0, seed=seed)

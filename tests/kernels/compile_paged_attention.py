@@ -13,12 +13,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kernels.paged_attention_split_triton import SplitTiling, _merge_splits_kernel, _split_attention_kernel
 from kernels.paged_attention_triton import _paged_attention_kernel, _Tiling
 from kernels.store_kv_triton import _store_kv_kernel
 
 HOPPER = GPUTarget("cuda", 90, 32)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 GROUP_SIZE = 4
+NUM_KV_HEADS = 8
 
 
 def compile_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any], **options: int) -> int:
@@ -31,7 +33,7 @@ def compile_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any]
     return int(compiled.metadata.shared)
 
 
-def compile_attention(
+def compile_tiles(
     dtype: str, head_dim: int, max_query_len: int, sliding_window: int | None, softcap: float | None
 ) -> int:
     tiling = _Tiling.choose(max_query_len, GROUP_SIZE, head_dim, DTYPES[dtype])
@@ -42,7 +44,7 @@ def compile_attention(
     constants = {
         "SLIDING_WINDOW": sliding_window,
         "SOFTCAP": softcap,
-        "NUM_KV_HEADS": 8,
+        "NUM_KV_HEADS": NUM_KV_HEADS,
         "GROUP_SIZE": GROUP_SIZE,
         "HEAD_DIM": head_dim,
         "HEAD_DIM_PADDED": triton.next_power_of_2(head_dim),
@@ -57,26 +59,112 @@ def compile_attention(
     )
 
 
+def compile_splits(
+    dtype: str,
+    head_dim: int,
+    num_sequences: int,
+    max_query_len: int,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+) -> int:
+    """The larger of the two kernels' shared memory."""
+    tiling = SplitTiling.choose(
+        max_query_len,
+        GROUP_SIZE,
+        head_dim,
+        DTYPES[dtype],
+        num_pairs=num_sequences * NUM_KV_HEADS,
+        max_context_len=4096,
+    )
+    assert tiling is not None
+    pointers = {
+        "output_ptr": f"*{dtype}",
+        "partial_ptr": "*fp32",
+        "log_totals_ptr": "*fp32",
+        "query_ptr": f"*{dtype}",
+        "key_cache_ptr": f"*{dtype}",
+        "value_cache_ptr": f"*{dtype}",
+        "cu_query_lens_ptr": "*i32",
+        "context_lens_ptr": "*i32",
+        "block_tables_ptr": "*i32",
+    }
+    numbers = (
+        "num_splits",
+        "max_query_len",
+        "max_blocks",
+        "block_table_stride",
+        "query_stride_token",
+        "query_stride_head",
+    )
+    constants = {
+        "SLIDING_WINDOW": sliding_window,
+        "HEAD_DIM": head_dim,
+        "HEAD_DIM_PADDED": triton.next_power_of_2(head_dim),
+        "NUM_KEYS": tiling.num_keys,
+    }
+    split_bytes = compile_kernel(
+        _split_attention_kernel,
+        pointers | dict.fromkeys(numbers, "i32") | {"scale": "fp32"},
+        constants
+        | {
+            "SOFTCAP": softcap,
+            "NUM_KV_HEADS": NUM_KV_HEADS,
+            "GROUP_SIZE": GROUP_SIZE,
+            "BLOCK_SIZE": 16,
+            "NUM_ROWS": tiling.num_rows,
+            "IS_SPLIT": tiling.num_splits > 1,
+            "IS_FOLLOWED": tiling.num_splits > 1,
+        },
+        num_warps=tiling.num_warps,
+        num_stages=tiling.num_stages,
+    )
+    if tiling.num_splits == 1:
+        return split_bytes
+    merge_bytes = compile_kernel(
+        _merge_splits_kernel,
+        {name: pointers[name] for name in _merge_splits_kernel.arg_names if name in pointers} | {"num_splits": "i32"},
+        constants
+        | {
+            "NUM_HEADS": NUM_KV_HEADS * GROUP_SIZE,
+            "NUM_SPLITS_PADDED": triton.next_power_of_2(tiling.num_splits),
+            "IS_FOLLOWING": True,
+        },
+        num_warps=4,
+    )
+    return max(split_bytes, merge_bytes)
+
+
 def compile_store(dtype: str, head_dim: int) -> int:
     types = dict.fromkeys(("key_ptr", "value_ptr", "key_cache_ptr", "value_cache_ptr"), f"*{dtype}")
     types["slot_mapping_ptr"] = "*i64"
     strides = ("key_stride_token", "key_stride_head", "value_stride_token", "value_stride_head")
     types |= dict.fromkeys(strides, "i32")
-    constants = {"NUM_KV_HEADS": 8, "HEAD_DIM": head_dim, "BLOCK": triton.next_power_of_2(8 * head_dim)}
+    constants = {
+        "NUM_KV_HEADS": NUM_KV_HEADS,
+        "HEAD_DIM": head_dim,
+        "BLOCK": triton.next_power_of_2(NUM_KV_HEADS * head_dim),
+    }
     return compile_kernel(_store_kv_kernel, types, constants, num_warps=4)
 
 
 def main() -> None:
     shared_bytes: dict[str, int] = {}
     for head_dim in (64, 80, 96, 128, 256):
-        shared_bytes[f"bf16-{head_dim}"] = compile_attention("bf16", head_dim, 512, None, None)
-        shared_bytes[f"fp32-{head_dim}"] = compile_attention("fp32", head_dim, 512, None, None)
-    for max_query_len in (1, 5, 33):
-        shared_bytes[f"bf16-128-{max_query_len}"] = compile_attention("bf16", 128, max_query_len, None, None)
+        shared_bytes[f"bf16-{head_dim}"] = compile_tiles("bf16", head_dim, 512, None, None)
+        shared_bytes[f"fp32-{head_dim}"] = compile_tiles("fp32", head_dim, 512, None, None)
+    shared_bytes["bf16-128-33"] = compile_tiles("bf16", 128, 33, None, None)
+    for dtype in DTYPES:
+        shared_bytes[f"{dtype}-window-softcap"] = compile_tiles(dtype, 128, 512, 4096, 50.0)
+    for head_dim in (64, 80, 96, 128, 256):
+        shared_bytes[f"bf16-{head_dim}-split"] = compile_splits("bf16", head_dim, 1, 5)
+        shared_bytes[f"fp32-{head_dim}-split"] = compile_splits("fp32", head_dim, 1, 2)
+    for num_sequences, max_query_len in ((1, 1), (1, 16), (8, 5), (64, 1), (64, 5)):
+        name = f"bf16-{num_sequences}x{max_query_len}-split"
+        shared_bytes[name] = compile_splits("bf16", 128, num_sequences, max_query_len)
+    for dtype in DTYPES:
+        shared_bytes[f"{dtype}-window-softcap-split"] = compile_splits(dtype, 128, 1, 5, 4096, 50.0)
     for dtype in DTYPES:
         shared_bytes[f"{dtype}-store"] = compile_store(dtype, 80)
-    for dtype in DTYPES:
-        shared_bytes[f"{dtype}-window-softcap"] = compile_attention(dtype, 128, 512, 4096, 50.0)
     print(json.dumps(shared_bytes))
 
 

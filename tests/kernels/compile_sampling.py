@@ -6,8 +6,12 @@ A program of its own, because Triton either interprets or compiles in one proces
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
+from tempfile import NamedTemporaryFile
 from typing import Any
 
 import torch
@@ -21,6 +25,7 @@ from kernels.draft_sample import draft_sample
 from kernels.random import Purpose, random_words
 from tests.kernels.sampling_cases import Case, make_case
 
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 HOPPER = GPUTarget("cuda", 90, 32)
 TYPES = {
     torch.float32: "*fp32",
@@ -54,7 +59,20 @@ def compile_launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: A
         binary = triton.compile(ASTSource(kernel, signature, constants, attributes), target=HOPPER, options=options)
         assert binary.asm["cubin"]
         ptx = binary.asm["ptx"]
-        compiled[key] = {"shared_bytes": int(binary.metadata.shared), "has_local_memory": int("ld.local" in ptx)}
+        compiled[key] = {
+            "shared_bytes": int(binary.metadata.shared),
+            "has_local_memory": int("ld.local" in ptx),
+            "stack_bytes": stack_bytes(binary.asm["cubin"]),
+        }
+
+
+def stack_bytes(cubin: bytes) -> int:
+    """Local memory of a thread: what registers did not hold, of which the PTX knows nothing yet."""
+    with NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        run = subprocess.run([CUOBJDUMP, "-res-usage", file.name], capture_output=True, text=True, check=True)
+    return max(int(size) for size in re.findall(r"STACK:(\d+)", run.stdout + run.stderr))
 
 
 def cases() -> Iterator[Case]:
@@ -70,8 +88,8 @@ def main() -> None:
     with interpreted_kernels():
         for case in prepared:
             case.run()
-        # Half as many candidates once more: the slots of fewer candidates are padded differently.
-        for case, num_candidates in zip(prepared, (64, 20), strict=False):
+        # 20: the slots of fewer candidates are padded differently. 256: tiles of all pairs would not fit in registers.
+        for case, num_candidates in zip((*prepared[:2], *prepared[:2]), (64, 20, 256, 128), strict=True):
             draft_sample(
                 case.target_logits[: len(case.seeds)],
                 case.temperature,
@@ -87,6 +105,10 @@ def main() -> None:
             {
                 "kernels": dict(names),
                 "shared_bytes": max(entry["shared_bytes"] for entry in compiled.values()),
+                "stack_bytes": {
+                    name: max(entry["stack_bytes"] for key, entry in compiled.items() if key.split()[0] == name)
+                    for name in names
+                },
                 "local": sorted({key.split()[0] for key, entry in compiled.items() if entry["has_local_memory"]}),
             }
         )

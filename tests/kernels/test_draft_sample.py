@@ -37,7 +37,9 @@ def assert_same(output: DraftSample, expected: DraftSample) -> None:
     assert torch.equal(output.token_ids.cpu()[is_equal], expected.token_ids[is_equal])
 
 
-@pytest.mark.parametrize(("vocab_size", "num_candidates"), [(16, 64), (63, 64), (111, 20), (1000, 64), (1000, 1)])
+@pytest.mark.parametrize(
+    ("vocab_size", "num_candidates"), [(16, 64), (63, 64), (111, 20), (1000, 64), (1000, 200), (1000, 1)]
+)
 def test_triton_equals_reference(triton_device: TritonDevice, vocab_size: int, num_candidates: int) -> None:
     arguments = inputs(13, vocab_size)
     arguments["logits"][3] = torch.nan
@@ -49,6 +51,64 @@ def test_triton_equals_reference(triton_device: TritonDevice, vocab_size: int, n
         moved = {name: value.to(device) for name, value in (arguments | filters).items()}
         output = draft_sample(**moved, num_candidates=num_candidates)
     assert_same(output, expected)
+
+
+@pytest.mark.parametrize("num_candidates", [1, 20, 64])
+def test_of_equal_logits_the_lower_ids_are_candidates(triton_device: TritonDevice, num_candidates: int) -> None:
+    """The cut through equal logits is where a parallel search would depend on chance; bfloat16 ties are everyday."""
+    vocab_size = 5000
+    generator = torch.Generator().manual_seed(num_candidates)
+    logits = torch.randint(-3, 4, (5, vocab_size), generator=generator) / 4
+    logits[0] *= torch.rand(vocab_size, generator=generator) < 0.002  # few large ones, and zeros of both signs
+    logits[1] = -torch.inf
+    logits[1, [4999, 77]] = -2.0
+    logits[2] = logits[2].sort().values
+    logits[3] += 4 * (torch.rand(vocab_size, generator=generator) < 0.005)
+    arguments = inputs(5, vocab_size) | {"logits": logits.bfloat16()}
+    expected = logits.sort(dim=1, descending=True, stable=True).indices[:, :num_candidates]
+    with poisoned_memory():
+        reference = draft_sample(**arguments, num_candidates=num_candidates)
+    with triton_device() as device:
+        moved = {name: value.to(device) for name, value in arguments.items()}
+        output = draft_sample(**moved, num_candidates=num_candidates)
+    assert torch.equal(reference.candidate_ids.long(), expected)
+    assert torch.equal(output.candidate_ids.cpu().long(), expected)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("num_candidates", [64, 200, 256])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_wide_vocabulary(num_candidates: int, dtype: torch.dtype) -> None:
+    """Sizes as served: candidates from all over the vocabulary, cut exactly, and weights as the reference has them."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU")
+    arguments = inputs(40, 128_256, scale=4.0)
+    arguments["logits"] = arguments["logits"].to(dtype)
+    arguments["logits"][7] = torch.nan
+    arguments["logits"][9, ::2] = -torch.inf
+    filters = {"top_k": torch.tensor([0, 90], dtype=torch.int32).repeat(20), "top_p": torch.full((40,), 0.95)}
+    for shaping in ({}, filters):
+        expected = draft_sample(**arguments, **shaping, num_candidates=num_candidates)
+        moved = {name: value.to("cuda") for name, value in (arguments | shaping).items()}
+        assert_same(draft_sample(**moved, num_candidates=num_candidates), expected)
+
+
+@pytest.mark.gpu
+def test_runs_in_a_cuda_graph() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU")
+    static = {name: value.to("cuda") for name, value in inputs(8, 5000).items()}
+    static["top_p"] = torch.full((8,), 0.9, device="cuda")
+    draft_sample(**static)  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output = draft_sample(**static)
+    static["logits"].copy_(static["logits"].flip(1) * 1.5)
+    static["seeds"] += 1
+    graph.replay()
+    expected = draft_sample(**static)
+    for name in ("token_ids", "candidate_ids", "candidate_weights"):
+        assert torch.equal(getattr(output, name), getattr(expected, name))
 
 
 def test_weights_are_the_largest_remainders(device: torch.device) -> None:
@@ -139,5 +199,6 @@ def test_arguments_are_checked() -> None:
     for name, value in {"temperature": torch.ones(2), "seeds": torch.zeros(3), "positions": torch.zeros(2)}.items():
         with pytest.raises(ValueError, match=name):
             draft_sample(**(arguments | {name: value}))
-    with pytest.raises(ValueError, match="num_candidates"):
-        draft_sample(**arguments, num_candidates=0)
+    for num_candidates in (0, 1025):
+        with pytest.raises(ValueError, match="num_candidates"):
+            draft_sample(**arguments, num_candidates=num_candidates)

@@ -81,6 +81,22 @@ def test_triton_equals_reference(triton_device: TritonDevice, vocab_size: int, d
     assert bool((kept.sum(dim=1) > 0).all())
 
 
+@pytest.mark.parametrize(
+    "filters", [{"top_k": 150}, {"top_k": 700}, {"top_p": 0.5}, {"top_p": 0.99}, {"top_k": 40, "top_p": 0.6}], ids=str
+)
+def test_triton_finds_thresholds_in_flat_rows(triton_device: TritonDevice, filters: dict[str, Any]) -> None:
+    """More logits than groups are kept, or so many that the search has to look into more groups than at first."""
+    generator = torch.Generator().manual_seed(6)
+    logits = torch.randn(4, 5001, generator=generator).mul_(torch.tensor([[0.0], [0.05], [1.0], [5.0]])).bfloat16()
+    expected = thresholds_of(logits, 1.0, filters)
+    with triton_device() as device:
+        thresholds = thresholds_of(logits.to(device), 1.0, filters).cpu()
+    kept = (logits.float() >= expected.unsqueeze(1)).sum(dim=1)
+    assert torch.equal((logits.float() >= thresholds.unsqueeze(1)).sum(dim=1), kept)
+    assert int(kept[0]) == 5001
+    assert 0 < int(kept[3]) < 5001
+
+
 @pytest.mark.parametrize("filters", [{"top_k": 3}, {"top_p": 0.5}], ids=str)
 def test_ties_at_the_edge_are_all_kept(device: torch.device, filters: dict[str, Any]) -> None:
     logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 1.0, 0.0, 1.0, -1.0]], device=device)
