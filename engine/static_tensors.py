@@ -14,7 +14,7 @@ import torch
 # Triton compiles a second variant of a kernel for pointers that are not so aligned.
 _ALIGNMENT = 16
 
-_NUMPY = {
+_NUMPY: dict[torch.dtype, np.dtype[Any]] = {
     torch.int64: np.dtype(np.int64),
     torch.int32: np.dtype(np.int32),
     torch.int16: np.dtype(np.int16),

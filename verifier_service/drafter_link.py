@@ -76,8 +76,11 @@ class DrafterLink:
             self._task.cancel()
             # Not `await self._task`, which could not tell the task's cancellation from our own.
             await asyncio.wait({self._task})
-            if self.key is not None:
-                self._leave(verifier_pb2.DRAFTER_STATE_CONNECTING, "no longer wanted")
+            if (key := self.key) is not None:
+                self._post(LinkDown(key))
+                self.status = verifier_pb2.DrafterStatus(
+                    address=self.address, state=verifier_pb2.DRAFTER_STATE_CONNECTING, detail="no longer wanted"
+                )
 
     def send(self, key: LinkKey, frame: drafter_pb2.DraftRequest) -> None:
         """Send a frame, unless the connection that it was meant for is gone."""

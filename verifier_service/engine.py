@@ -73,6 +73,7 @@ class VerifierEngine:
         self._by_link_id: dict[int, TargetSequence] = {}
         self._output = StepOutput()
         self._num_failures = 0
+        self._is_stepping = False
 
     def load(self) -> None:
         """Load the target model and warm it up."""
@@ -112,6 +113,13 @@ class VerifierEngine:
 
     def step(self, emit: Callable[[StepOutput], None]) -> float | None:
         """One step over everything that is ready; how long to sleep when nothing is."""
+        self._is_stepping = True
+        try:
+            return self._step(emit)
+        finally:
+            self._is_stepping = False
+
+    def _step(self, emit: Callable[[StepOutput], None]) -> float | None:
         self._give_up_waiting()
         batch, admitted = self._scheduler.schedule()
         for sequence in admitted:
@@ -127,8 +135,9 @@ class VerifierEngine:
 
     @property
     def is_busy(self) -> bool:
-        """Whether any sequence runs or waits; safe to ask from any thread."""
-        return bool(self._sequences)
+        """Whether any sequence runs, waits or has something left to be told; safe to ask from any thread."""
+        # In this order: a sequence is taken out before its end is reported, which the same step does.
+        return bool(self._sequences) or bool(self._output) or self._is_stepping
 
     def load_report(self) -> verifier_pb2.VerifierLoad:
         """How busy the engine is; safe to call from any thread."""
@@ -320,7 +329,7 @@ class VerifierEngine:
         attributes: dict[str, str | int | float] = {
             "outrider.position": committed.position,
             "outrider.num_draft_tokens": part.num_drafts,
-            "outrider.num_accepted_tokens": verified.num_accepted,
+            "outrider.num_accepted_tokens": min(verified.num_accepted, len(committed.token_ids)),
         }
         if part.num_drafts:
             attributes["outrider.draft_wait_seconds"] = sequence.draft_wait

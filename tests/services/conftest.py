@@ -25,4 +25,4 @@ def narrow_pair(tmp_path_factory: pytest.TempPathFactory) -> Pair:
     """A target of 16 tokens and a drafter that often disagrees, so that every branch of verification is taken."""
     root = tmp_path_factory.mktemp("narrow-pair")
     target = save_tiny_llama(root / "target", vocab_size=16, num_layers=1, seed=1, scale=0.6, max_length=64)
-    return target, disturbed(target, root / "draft", 0.08)
+    return target, disturbed(target, root / "draft", 0.15)

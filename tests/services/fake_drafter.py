@@ -71,9 +71,10 @@ class FakeDrafter:
                 sequences[opening.sequence_id] = self._sequence(opening)
             for verdict in request.verdicts:
                 sequence = sequences.get(verdict.sequence_id)
+                if sequence is None:
+                    continue
                 try:
-                    if sequence is not None:
-                        sequence.commit(unpack_tokens(verdict.token_ids), verdict.num_committed, verdict.epoch)
+                    sequence.commit(unpack_tokens(verdict.token_ids), verdict.num_committed, verdict.epoch)
                 except InvalidArgumentError:
                     # What the hook sent has misled the verifier.
                     del sequences[verdict.sequence_id]

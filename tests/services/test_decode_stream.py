@@ -6,6 +6,7 @@ import asyncio
 import math
 import os
 import random
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -299,6 +300,28 @@ async def test_draining_lets_what_runs_end_and_takes_nothing_new(pair: Pair) -> 
         assert running.reasons == []
         async with asyncio.timeout(5):
             await stopping
+
+
+async def test_draining_waits_until_the_last_end_is_on_its_way(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches last tokens that are lost, because the stream is closed between a sequence's end and its report."""
+    target, _ = pair
+    async with (
+        running_verifier(verifier_settings(target, drain_seconds=30)) as (verifier, service),
+        decode_client(verifier.address) as client,
+    ):
+        report = service._engine._report
+
+        def slow(*arguments: Any) -> None:
+            time.sleep(0.12)
+            report(*arguments)
+
+        monkeypatch.setattr(service._engine, "_report", slow)
+        _, result = client.open(PROMPT, max_tokens=4)
+        await eventually(lambda: len(result.token_ids) > 0)
+        await verifier.stop()
+        await eventually(result.done.is_set)
+        assert result.finish == "LENGTH"
+        assert result.token_ids == greedy(target, PROMPT, 4)
 
 
 async def test_a_draining_drafter_keeps_its_sequences_and_refuses_new_ones(pair: Pair) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import shutil
 import time
 from pathlib import Path
@@ -324,3 +325,28 @@ async def test_an_exception_in_the_draft_model(pair: Pair, monkeypatch: pytest.M
         again = await client.decode(PROMPT, drafter=drafter.address, max_tokens=20)
         assert again.reasons == []
         assert again.num_accepted > 0
+
+
+async def test_a_draft_model_that_fails_for_good(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a drafter that stays up without an engine, and takes sequences that it will never draft for."""
+    target, draft = pair
+    signals: list[int] = []
+    monkeypatch.setattr(os, "kill", lambda pid, number: signals.append(number))
+    settings = drafter_settings(model=draft, drain_seconds=20)
+    honest = make_drafter(settings)
+    assert isinstance(honest, ModelDrafter)
+    async with (
+        running_drafter(settings, drafter=honest) as drafter,
+        running_verifier(verifier_settings(target)) as (verifier, _),
+        decode_client(verifier.address) as client,
+    ):
+        await client.use_drafters(drafter.address)
+        fail_once(monkeypatch, honest._runner, at_call=1, times=1000)
+        for _ in range(3):
+            result = await client.decode(PROMPT, drafter=drafter.address, max_tokens=20)
+            assert result.token_ids == greedy(target, PROMPT, 20)
+            assert result.reasons == ["DRAFTER_LOST"]
+        await eventually(lambda: signals == [15])
+        await client.drafters_become(CONNECTING, drafter.address)
+        async with asyncio.timeout(5):
+            await drafter.stop()

@@ -197,6 +197,32 @@ def test_the_last_one_in_is_preempted_even_when_it_came_first_in_the_step() -> N
     assert young.block_ids == []
 
 
+def test_of_many_speculating_sequences_a_step_verifies_half() -> None:
+    """Catches a half that is never served, and halves where there are too few sequences for any."""
+    blocks = BlockManager(200, BLOCK)
+    scheduler = Scheduler(blocks, max_running=20, max_num_batched_tokens=200, split_from=6)
+    sequences = [decoding(scheduler, blocks, length_limit=1000) for _ in range(7)]
+    plain = decoding(scheduler, blocks, length_limit=1000, drafter=None)
+    served: Counter[TargetSequence] = Counter()
+    for _ in range(14):
+        for sequence in sequences:
+            if not len(sequence.proposals):
+                propose(sequence, [1, 2, 3, 4])
+        parts = run(scheduler, blocks)
+        assert len(parts) == 5
+        for part in parts:
+            served[part.sequence] += 1
+            commit(part.sequence, [9], 0)
+    assert served[plain] == 14
+    assert {served[sequence] for sequence in sequences} == {8}
+    for sequence in sequences[:2]:
+        scheduler.remove(sequence)
+    for sequence in sequences[2:]:
+        if not len(sequence.proposals):
+            propose(sequence, [1, 2, 3, 4])
+    assert len(run(scheduler, blocks)) == 6
+
+
 def test_a_budget_that_no_proposal_fits_is_refused() -> None:
     with pytest.raises(ValueError, match="max_num_batched_tokens"):
         make_scheduler(budget=32)
