@@ -159,6 +159,9 @@ def set_up_logging(level: str, service: str) -> None:
 
 def run(make_server: Callable[[], Server]) -> int:
     """Run a service until SIGTERM or SIGINT; the process's exit status. A second signal ends it at once."""
+    # The engine's thread and the event loop hand frames to each other many times a step; at the interpreter's own 5 ms
+    # one would often wait for the other.
+    sys.setswitchinterval(0.0002)
     return asyncio.run(_run(make_server))
 
 
