@@ -9,6 +9,7 @@ from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from engine.settings import ModelSettings
+from engine.wire import MAX_CANDIDATES
 from kernels.limits import MAX_DRAFT_TOKENS
 
 
@@ -23,7 +24,7 @@ class VerifierSettings(ModelSettings):
         default=4, ge=1, le=MAX_DRAFT_TOKENS, description="draft tokens a step (K) where the request names none"
     )
     num_candidates: int = Field(
-        default=64, ge=1, le=1024, description="candidates of a draft token that CUDA graphs have room for"
+        default=64, ge=1, le=MAX_CANDIDATES, description="candidates of a draft token that CUDA graphs have room for"
     )
     max_running: int = Field(default=64, ge=1, description="most sequences decoded at once")
     max_waiting: int = Field(default=1024, ge=1, description="most sequences that may wait for a place")

@@ -63,7 +63,8 @@ async def test_lost_verifier_is_left_out(verifier: FakeVerifier, other_verifier:
         await verifier.stop()
         await eventually(lambda: not running.links[0].is_ready)
         for _ in range(3):
-            await complete(running, token_ids=token_ids(1))
+            completion = await complete(running, token_ids=token_ids(1))
+            assert completion.finished.usage.num_output_tokens == 1
 
 
 @pytest.mark.parametrize("code", [grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED])
