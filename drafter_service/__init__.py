@@ -1,1 +1,3 @@
 """The drafter: rides ahead of the target and streams proposals."""
+
+from engine import grpc_environment as _grpc_environment  # noqa: F401  # before gRPC is imported

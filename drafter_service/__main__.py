@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from drafter_service.factory import make_drafter
+from drafter_service.factory import make_drafter, resolve_busy_poll
 from drafter_service.service import DrafterService
 from drafter_service.settings import DrafterSettings
 from engine.serving import Registration, Server, run, set_up_logging
@@ -13,13 +13,14 @@ from engine.telemetry import Telemetry
 from outrider.v1 import drafter_pb2, drafter_pb2_grpc
 
 
-def make_server(settings: DrafterSettings, telemetry: Telemetry) -> Server:
+def make_server(settings: DrafterSettings, telemetry: Telemetry, *, busy_poll_seconds: float = 0.0) -> Server:
     """The whole service, not yet started. Raises BadSettingsError for what only shows when the drafter is made."""
     service = DrafterService(
         make_drafter(settings),
         max_sequences=settings.max_sequences,
         target_revision=settings.target_revision,
         telemetry=telemetry,
+        busy_poll_seconds=busy_poll_seconds,
     )
     name = drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"].full_name
     registration = Registration(
@@ -34,7 +35,11 @@ def main(arguments: list[str]) -> int:
         settings = DrafterSettings.load(arguments, program="python -m drafter_service")
         set_up_logging(settings.log_level, "drafter")
         telemetry = Telemetry.from_environment("drafter")
-        return run(lambda: make_server(settings, telemetry))
+        busy_poll_seconds = resolve_busy_poll(settings)
+        return run(
+            lambda: make_server(settings, telemetry, busy_poll_seconds=busy_poll_seconds),
+            busy_poll_seconds=busy_poll_seconds,
+        )
     except (BadSettingsError, ValueError, OSError) as error:
         print(f"drafter: {error}", file=sys.stderr)
         return 2

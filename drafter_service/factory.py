@@ -9,6 +9,15 @@ from drafter_service.settings import DrafterSettings
 from engine.fingerprint import model_revision, tokenizer_fingerprint
 
 
+def resolve_busy_poll(settings: DrafterSettings) -> float:
+    """How long the service's threads poll, seconds. Raises ValueError for a device that is not there."""
+    if settings.kind != "model":
+        return settings.busy_poll_seconds or 0.0
+    from engine import device
+
+    return device.resolve_busy_poll(settings.busy_poll_seconds, settings.device)
+
+
 def make_drafter(settings: DrafterSettings) -> Drafter:
     """The drafter, not yet loaded. Raises ValueError for a script that cannot be used."""
     if settings.kind == "ngram":

@@ -29,14 +29,22 @@ logger = logging.getLogger(__name__)
 class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
     """Servicer and component in one: its streams are all that it has to start and to drain."""
 
-    def __init__(self, drafter: Drafter, *, max_sequences: int, target_revision: str, telemetry: Telemetry) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        *,
+        max_sequences: int,
+        target_revision: str,
+        telemetry: Telemetry,
+        busy_poll_seconds: float = 0.0,
+    ) -> None:
         self._drafter = drafter
         self._max_sequences = max_sequences
         self._target_revision = target_revision
         self._telemetry = telemetry
         self._engine = DrafterEngine(drafter, max_sequences=max_sequences)
         self._thread: EngineThread[FrameArrived | SessionClosed, SessionOutput] = EngineThread(
-            self._engine, self._deliver, self._on_engine_failure, "drafter-engine"
+            self._engine, self._deliver, self._on_engine_failure, "drafter-engine", busy_poll_seconds=busy_poll_seconds
         )
         self._session_ids = itertools.count(1)
         self._outboxes: dict[int, asyncio.Queue[drafter_pb2.DraftResponse | None]] = {}

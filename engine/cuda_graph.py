@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
 import torch
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep the garbage collector from freeing an old engine's graphs while a new one is captured: CUDA forbids that."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 class GraphPool:
@@ -29,7 +43,9 @@ class GraphPool:
             work()
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
+        # What other threads of the process do meanwhile, another engine's or a test's, is theirs and may go on.
+        mode = "thread_local"
+        with _no_collection(), torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode):
             work()
         self._pool = graph.pool()
         self._graphs.append(graph)

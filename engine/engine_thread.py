@@ -6,6 +6,7 @@ import asyncio
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
@@ -36,6 +37,9 @@ class Engine(Protocol[EventIn, OutputOut]):
 class EngineThread(Generic[Event, Output]):
     """Runs an engine: events in from the loop, outputs back to the loop, in order.
 
+    `busy_poll_seconds` is how long an idle thread looks for an event again and again before it sleeps; see
+    `engine.busy_poll`.
+
     `deliver` is called on the loop for each output. `on_failure` is called on the loop, once, when the engine raises:
     an engine handles what can be handled, so an exception here is a bug or a dead device, and the process should end.
     """
@@ -46,10 +50,13 @@ class EngineThread(Generic[Event, Output]):
         deliver: Callable[[Output], None],
         on_failure: Callable[[BaseException], None],
         name: str,
+        *,
+        busy_poll_seconds: float = 0.0,
     ) -> None:
         self._engine = engine
         self._deliver = deliver
         self._on_failure = on_failure
+        self._busy_poll_seconds = busy_poll_seconds
         self._inbox: queue.SimpleQueue[Event | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -98,10 +105,21 @@ class EngineThread(Generic[Event, Output]):
     def _next_events(self, pause: float | None) -> list[Event | None]:
         """What has arrived, or what arrives first within `pause`; what comes later waits, or a flood would stop us."""
         try:
-            first = self._inbox.get_nowait() if pause == 0.0 else self._inbox.get(timeout=pause)
+            first = self._inbox.get_nowait() if pause == 0.0 else self._wait(pause)
         except queue.Empty:
             return []
         return [first, *(self._inbox.get_nowait() for _ in range(self._inbox.qsize()))]
+
+    def _wait(self, pause: float | None) -> Event | None:
+        """The next event. Raises queue.Empty when none comes within `pause`."""
+        start = time.monotonic()
+        busy = self._busy_poll_seconds if pause is None else min(self._busy_poll_seconds, pause)
+        while time.monotonic() - start < busy:
+            try:
+                return self._inbox.get_nowait()
+            except queue.Empty:
+                time.sleep(0)  # lets the event loop have the interpreter
+        return self._inbox.get(timeout=None if pause is None else max(pause - (time.monotonic() - start), 0.0))
 
     def _emit(self, output: Output) -> None:
         self._on_loop(self._deliver, output)

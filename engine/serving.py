@@ -19,6 +19,7 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from engine.busy_poll import new_event_loop
 from engine.errors import UnavailableError
 from engine.interceptor import ErrorInterceptor
 from engine.settings import ServiceSettings
@@ -157,12 +158,16 @@ def set_up_logging(level: str, service: str) -> None:
     )
 
 
-def run(make_server: Callable[[], Server]) -> int:
-    """Run a service until SIGTERM or SIGINT; the process's exit status. A second signal ends it at once."""
+def run(make_server: Callable[[], Server], *, busy_poll_seconds: float = 0.0) -> int:
+    """Run a service until SIGTERM or SIGINT; the process's exit status. A second signal ends it at once.
+
+    The event loop polls for `busy_poll_seconds` before it sleeps; see `engine.busy_poll`.
+    """
     # The engine's thread and the event loop hand frames to each other many times a step; at the interpreter's own 5 ms
     # one would often wait for the other.
     sys.setswitchinterval(0.0002)
-    return asyncio.run(_run(make_server))
+    with asyncio.Runner(loop_factory=lambda: new_event_loop(busy_poll_seconds)) as runner:
+        return runner.run(_run(make_server))
 
 
 async def _run(make_server: Callable[[], Server]) -> int:

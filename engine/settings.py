@@ -128,6 +128,13 @@ class ModelSettings(ServiceSettings):
         default=True, description="replay decoding as CUDA graphs, on a GPU; takes a few seconds longer to start"
     )
     num_threads: int = Field(default=0, ge=0, description="CPU threads of the model; 0 takes PyTorch's default")
+    busy_poll_seconds: float | None = Field(
+        default=None,
+        ge=0,
+        le=10,
+        description="how long a thread that waits for the next frame looks for it before it sleeps, seconds; costs up"
+        " to two cores while there is traffic; unset is 0.02 on a GPU with 8 or more cores, else 0",
+    )
 
     @field_validator("block_size")
     @classmethod

@@ -1,1 +1,3 @@
 """The verifier: the target model's forward pass and the verdict on every proposal."""
+
+from engine import grpc_environment as _grpc_environment  # noqa: F401  # before gRPC is imported

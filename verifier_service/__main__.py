@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 
+from engine.device import resolve_busy_poll
 from engine.serving import Registration, Server, run, set_up_logging
 from engine.settings import BadSettingsError
 from engine.telemetry import Telemetry
@@ -13,9 +14,9 @@ from verifier_service.settings import VerifierSettings
 from verifier_service.target import make_target
 
 
-def make_server(settings: VerifierSettings, telemetry: Telemetry) -> Server:
+def make_server(settings: VerifierSettings, telemetry: Telemetry, *, busy_poll_seconds: float = 0.0) -> Server:
     """The whole service, not yet started."""
-    service = VerifierService(settings, make_target(settings), telemetry)
+    service = VerifierService(settings, make_target(settings), telemetry, busy_poll_seconds=busy_poll_seconds)
     name = verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"].full_name
     registration = Registration(
         name, lambda server: verifier_pb2_grpc.add_VerifierServiceServicer_to_server(service, server)
@@ -29,7 +30,11 @@ def main(arguments: list[str]) -> int:
         settings = VerifierSettings.load(arguments, program="python -m verifier_service")
         set_up_logging(settings.log_level, "verifier")
         telemetry = Telemetry.from_environment("verifier")
-        return run(lambda: make_server(settings, telemetry))
+        busy_poll_seconds = resolve_busy_poll(settings.busy_poll_seconds, settings.device)
+        return run(
+            lambda: make_server(settings, telemetry, busy_poll_seconds=busy_poll_seconds),
+            busy_poll_seconds=busy_poll_seconds,
+        )
     except (BadSettingsError, ValueError) as error:
         print(f"verifier: {error}", file=sys.stderr)
         return 2

@@ -34,7 +34,9 @@ logger = logging.getLogger(__name__)
 class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
     """Servicer and component in one: gateways' sessions on one side, links to drafters on the other."""
 
-    def __init__(self, settings: VerifierSettings, target: Target, telemetry: Telemetry) -> None:
+    def __init__(
+        self, settings: VerifierSettings, target: Target, telemetry: Telemetry, *, busy_poll_seconds: float = 0.0
+    ) -> None:
         self._settings = settings
         self._target = target
         self._telemetry = telemetry
@@ -47,7 +49,11 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
             is_tracing=telemetry.is_enabled,
         )
         self._thread: EngineThread[Event, StepOutput] = EngineThread(
-            self._engine, self._deliver, self._on_engine_failure, "verifier-engine"
+            self._engine,
+            self._deliver,
+            self._on_engine_failure,
+            "verifier-engine",
+            busy_poll_seconds=busy_poll_seconds,
         )
         self._session_ids = itertools.count(1)
         self._link_sequence_ids = itertools.count(1)
