@@ -16,6 +16,10 @@ class GatewaySettings(ServiceSettings):
     model_config = SettingsConfigDict(env_prefix="OUTRIDER_GATEWAY_")
 
     listen: str = Field(default="127.0.0.1:50051", description="host:port to serve gRPC on; port 0 takes a free one")
+    http_listen: str | None = Field(
+        default=None, description="host:port to serve HTTP on, with an OpenAI-compatible API; unset: no HTTP"
+    )
+    http_max_body_bytes: int = Field(default=8 << 20, ge=1 << 10, description="largest body of an HTTP request, bytes")
     verifiers: AddressList = Field(
         min_length=1, description="verifiers to decode on, host:port each, comma-separated; all serve the same model"
     )
@@ -38,6 +42,15 @@ class GatewaySettings(ServiceSettings):
         description="how long start-up waits for a drafter to be ready before serving without, seconds",
     )
     trace_prompts: bool = Field(default=False, description="write prompts and outputs into traces")
+
+    @field_validator("http_listen")
+    @classmethod
+    def _check_http_listen(cls, address: str | None) -> str | None:
+        if address is not None:
+            host, _, port = address.rpartition(":")
+            if not host or not port.isdigit() or int(port) >= 1 << 16:
+                raise ValueError(f"{address!r} is not host:port")
+        return address
 
     @field_validator("verifiers", "drafters")
     @classmethod
