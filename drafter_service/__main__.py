@@ -20,6 +20,7 @@ def make_server(settings: DrafterSettings, telemetry: Telemetry) -> Server:
         max_sequences=settings.max_sequences,
         target_revision=settings.target_revision,
         telemetry=telemetry,
+        step_spans=settings.step_spans,
     )
     name = drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"].full_name
     registration = Registration(
