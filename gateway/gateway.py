@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 
 from engine.serving import Registration, Server
 from engine.telemetry import Telemetry
+from gateway.admission import Admission
 from gateway.generation_service import GenerationService
 from gateway.generator import Generator
-from gateway.sequence_table import SequenceTable
 from gateway.served_model import ServedModel
 from gateway.settings import GatewaySettings
 from gateway.tokenizer import Tokenizer
@@ -27,14 +27,20 @@ class Gateway:
     def __init__(self, settings: GatewaySettings, tokenizer: Tokenizer | None, telemetry: Telemetry) -> None:
         self._settings = settings
         self._tokenizer = tokenizer
-        self._table = SequenceTable(settings.max_concurrent_sequences)
         self._pool = VerifierPool(
             settings.verifiers,
             settings.drafters,
             max_message_bytes=settings.max_message_bytes,
             check_model=self._check_model,
         )
-        generator = Generator(pool=self._pool, table=self._table, tokenizer=tokenizer, model_name=settings.model_name)
+        self._admission = Admission(
+            capacity=lambda: settings.max_concurrent_sequences or self._pool.capacity,
+            max_queued=settings.max_queued_requests,
+            max_queue_seconds=settings.max_queue_seconds,
+        )
+        generator = Generator(
+            pool=self._pool, admission=self._admission, tokenizer=tokenizer, model_name=settings.model_name
+        )
         self.service = GenerationService(
             generator,
             self._pool,
@@ -66,9 +72,9 @@ class Gateway:
         self._is_serving = True
 
     async def drain(self) -> None:
-        """Refuse new requests and return when the running ones are done."""
+        """Refuse what is new or waits, and return when the running requests are done."""
         self._is_serving = False
-        await self._table.drain()
+        await self._admission.drain()
 
     async def stop(self) -> None:
         """Close the links to the verifiers; requests that still run end with UNAVAILABLE."""

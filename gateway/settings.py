@@ -33,8 +33,19 @@ class GatewaySettings(ServiceSettings):
     model_name: str | None = Field(
         default=None, min_length=1, description="name that clients see; default: the target model's own"
     )
-    max_concurrent_sequences: int = Field(
-        default=1024, ge=1, description="most requests at a time; more are refused with RESOURCE_EXHAUSTED"
+    max_concurrent_sequences: int | None = Field(
+        default=None, ge=1, description="most requests that run at a time; unset: as many as the verifiers run at once"
+    )
+    max_queued_requests: int | None = Field(
+        default=None,
+        ge=0,
+        description="most requests that wait for others to end, more are refused with RESOURCE_EXHAUSTED; "
+        "unset: as many as may run",
+    )
+    max_queue_seconds: float = Field(
+        default=30.0,
+        gt=0,
+        description="longest that a request may wait, seconds; one that would have to wait longer is refused at once",
     )
     drafter_wait_seconds: float = Field(
         default=5.0,

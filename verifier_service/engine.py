@@ -145,6 +145,7 @@ class VerifierEngine:
             num_waiting=len(self._scheduler.waiting),
             num_kv_blocks=self._target.blocks.num_blocks,
             num_free_kv_blocks=self._target.blocks.num_free,
+            max_running=self._max_running,
         )
 
     def _open(self, sequence: TargetSequence) -> None:

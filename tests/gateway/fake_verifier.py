@@ -156,8 +156,8 @@ class RunningGateway:
 
     @property
     def num_sequences(self) -> int:
-        """Places taken in the table."""
-        return len(self.gateway._table)
+        """Requests that run or whose answer is still being delivered."""
+        return self.gateway._admission.num_open
 
     @property
     def links(self) -> list[Any]:
@@ -167,7 +167,7 @@ class RunningGateway:
     async def is_idle(self) -> None:
         """Return once nothing is left of any sequence."""
         await eventually(lambda: self.num_sequences == 0)
-        assert not self.gateway._table._sequences
+        assert self.gateway._admission.num_running == 0
         assert all(not link._decodings for link in self.links)
         assert not +self.gateway._pool._num_by_drafter
 
