@@ -68,11 +68,10 @@ class Place:
 class Admission:
     """Gives out places; all methods run on the event loop.
 
-    `capacity` says how many may run at this moment; `max_queued` may wait (None: as many as may run), each for at most
-    `max_queue_seconds`.
+    `capacity` says how many may run at this moment; `max_queued` may wait, each for at most `max_queue_seconds`.
     """
 
-    def __init__(self, *, capacity: Callable[[], int], max_queued: int | None, max_queue_seconds: float) -> None:
+    def __init__(self, *, capacity: Callable[[], int], max_queued: int, max_queue_seconds: float) -> None:
         self._capacity = capacity
         self._max_queued = max_queued
         self._max_queue_seconds = max_queue_seconds
@@ -183,6 +182,9 @@ class Admission:
         self._num_open += 1
         self._empty.clear()
         self._running_by_caller[caller_name] += 1
+        # Turns of callers that have nothing here are forgotten: who comes anew has not been served for long.
+        self._turns = {n: turn for n, turn in self._turns.items() if n in self._queues or n in self._running_by_caller}
+        self._turns[caller_name] = next(self._turn)
         return Place(self, caller_name, asyncio.get_running_loop().time())
 
     def _fill(self) -> None:
@@ -191,9 +193,6 @@ class Admission:
             name = min(self._queues, key=lambda name: (self._running_by_caller[name], self._turns.get(name, 0)))
             waiter = next(iter(self._queues[name]))
             self._remove(name, waiter)
-            # Turns of callers that wait no more are forgotten: who comes anew has not been served for long.
-            self._turns = {name: turn for name, turn in self._turns.items() if name in self._queues}
-            self._turns[name] = next(self._turn)
             # Whoever was cancelled a moment ago has not yet come to say so.
             if not waiter.done():
                 waiter.set_result(self._take(name))
@@ -206,8 +205,7 @@ class Admission:
             raise self._refusal("caller_limit", message, seconds)
 
     def _check_wait(self, caller: Caller, seconds_left: float | None) -> None:
-        max_queued = self._capacity() if self._max_queued is None else self._max_queued
-        if self._num_waiting >= max_queued and not self._displace_for(caller.name):
+        if self._num_waiting >= self._max_queued and not self._displace_for(caller.name):
             message = f"{self._num_running} requests run and {self._num_waiting} wait, as many as this gateway takes"
             raise self._refusal("queue_full", message, self._wait(self._num_waiting))
         num_mine = len(self._queues.get(caller.name, ()))

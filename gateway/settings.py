@@ -36,11 +36,8 @@ class GatewaySettings(ServiceSettings):
     max_concurrent_sequences: int | None = Field(
         default=None, ge=1, description="most requests that run at a time; unset: as many as the verifiers run at once"
     )
-    max_queued_requests: int | None = Field(
-        default=None,
-        ge=0,
-        description="most requests that wait for others to end, more are refused with RESOURCE_EXHAUSTED; "
-        "unset: as many as may run",
+    max_queued_requests: int = Field(
+        default=256, ge=0, description="most requests that wait for a place; more are refused with RESOURCE_EXHAUSTED"
     )
     max_queue_seconds: float = Field(
         default=30.0,
@@ -52,7 +49,13 @@ class GatewaySettings(ServiceSettings):
         ge=0,
         description="how long start-up waits for a drafter to be ready before serving without, seconds",
     )
-    trace_prompts: bool = Field(default=False, description="write prompts and outputs into traces")
+    trace_prompts: bool = Field(default=False, description="write prompts, outputs and stop strings into traces")
+    max_traces_per_second: float | None = Field(
+        default=None,
+        gt=0,
+        description="most requests a second that begin a trace of their own; a request that is part of a trace already "
+        "stays in it; unset: as many as OTEL_TRACES_SAMPLER says",
+    )
 
     @field_validator("http_listen")
     @classmethod

@@ -66,6 +66,7 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             protocol_version=1, name="fake", revision="r1", vocabulary_size=VOCABULARY_SIZE, max_length=CONTEXT_LENGTH
         )
         self.drafters: list[verifier_pb2.DrafterStatus] = []
+        self.max_running = 0
         self.script = script
         self.frames: list[verifier_pb2.DecodeRequest] = []
         self.opened: dict[int, verifier_pb2.OpenDecoding] = {}
@@ -90,7 +91,8 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             self._server = None
 
     async def GetInfo(self, request: Any, context: Any) -> verifier_pb2.VerifierServiceGetInfoResponse:
-        return verifier_pb2.VerifierServiceGetInfoResponse(identity=self.identity)
+        load = verifier_pb2.VerifierLoad(max_running=self.max_running)
+        return verifier_pb2.VerifierServiceGetInfoResponse(identity=self.identity, load=load)
 
     async def Decode(self, request_iterator: Any, context: Any) -> AsyncIterator[verifier_pb2.DecodeResponse]:
         self.num_streams += 1
