@@ -45,13 +45,15 @@ class TraceCollector(trace_service_pb2_grpc.TraceServiceServicer):
 
     @property
     def environment(self) -> dict[str, str]:
-        """What makes our services report here. Nothing is dropped: the queue holds a whole wave."""
+        """What makes our services report here. Nothing is dropped or folded: the queue holds a whole wave."""
         return {
             "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{self._port}",
             "OTEL_TRACES_EXPORTER": "otlp",
             "OTEL_BSP_MAX_QUEUE_SIZE": "200000",
             "OTEL_BSP_MAX_EXPORT_BATCH_SIZE": "4096",
             "OTEL_BSP_SCHEDULE_DELAY": "300",
+            "OUTRIDER_VERIFIER_STEP_SPANS": "1000000",
+            "OUTRIDER_DRAFTER_STEP_SPANS": "1000000",
         }
 
     def Export(

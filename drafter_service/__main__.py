@@ -21,6 +21,7 @@ def make_server(settings: DrafterSettings, telemetry: Telemetry, *, busy_poll_se
         target_revision=settings.target_revision,
         telemetry=telemetry,
         busy_poll_seconds=busy_poll_seconds,
+        step_spans=settings.step_spans,
     )
     name = drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"].full_name
     registration = Registration(

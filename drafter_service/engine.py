@@ -11,6 +11,8 @@ from drafter_service.drafter import Draft, Drafter, NoDraft
 from drafter_service.sequence import DraftSequence
 from engine.errors import InvalidArgumentError
 from engine.sampling_parameters import SamplingParameters
+from engine.step_spans import SpanRecord, StepSpans
+from engine.telemetry import is_sampled
 from engine.wire import pack_candidates, pack_tokens, unpack_tokens
 from kernels.limits import MAX_DRAFT_TOKENS
 from outrider.v1 import common_pb2, drafter_pb2
@@ -37,23 +39,21 @@ class SessionClosed:
 
 
 @dataclass(frozen=True)
-class DraftRecord:
-    """What a trace tells of one draft; times in nanoseconds since the epoch."""
-
-    traceparent: str
-    start_ns: int
-    end_ns: int
-    position: int
-    num_draft_tokens: int
-
-
-@dataclass(frozen=True)
 class SessionOutput:
     """One frame for one verifier."""
 
     session_id: int
     frame: drafter_pb2.DraftResponse
-    records: Sequence[DraftRecord]
+
+
+@dataclass(frozen=True)
+class DraftRecords:
+    """Spans for the traces of sequences, each with its parent's traceparent."""
+
+    records: Sequence[tuple[str, SpanRecord]]
+
+
+EngineOutput = SessionOutput | DraftRecords
 
 
 @dataclass
@@ -65,9 +65,12 @@ class _Session:
 class DrafterEngine:
     """Runs on the thread that owns the drafter."""
 
-    def __init__(self, drafter: Drafter, *, max_sequences: int) -> None:
+    def __init__(self, drafter: Drafter, *, max_sequences: int, is_tracing: bool = False, step_spans: int = 32) -> None:
         self._drafter = drafter
         self._max_sequences = max_sequences
+        self._is_tracing = is_tracing
+        self._step_spans = step_spans
+        self._records: list[tuple[str, SpanRecord]] = []
         self._sessions: dict[int, _Session] = {}
         self._num_failures = 0
         self._refuses_openings = False
@@ -91,6 +94,7 @@ class DrafterEngine:
         if isinstance(event, SessionClosed):
             session = self._sessions.pop(event.session_id, None)
             for sequence in session.sequences.values() if session else ():
+                self._end_trace(sequence)
                 self._drafter.release(sequence)
             return
         session = self._sessions.setdefault(event.session_id, _Session())
@@ -101,7 +105,7 @@ class DrafterEngine:
         for verdict in event.frame.verdicts:
             self._commit(session, verdict)
 
-    def step(self, emit: Callable[[SessionOutput], None]) -> float | None:
+    def step(self, emit: Callable[[EngineOutput], None]) -> float | None:
         """Draft once for everything that wants a draft; sleep when nothing does."""
         start_ns = time.time_ns()
         wanting = [
@@ -110,29 +114,33 @@ class DrafterEngine:
             for sequence in session.sequences.values()
             if sequence.wants_draft
         ]
+        is_traced = self._is_tracing and any(sequence.spans is not None for sequence in wanting)
+        num_missing = sum(sequence.num_missing for sequence in wanting) if is_traced else 0
         answers = self._draft(wanting) if wanting else ()
         end_ns = time.time_ns()
         by_sequence = {id(answer.sequence): answer for answer in answers}
         for session_id, session in self._sessions.items():
             frame = drafter_pb2.DraftResponse(no_proposals=session.refusals, step_seconds=(end_ns - start_ns) * 1e-9)
             session.refusals = []
-            records = []
             for sequence in list(session.sequences.values()):
                 match by_sequence.get(id(sequence)):
                     case Draft() as draft:
                         frame.proposals.append(self._propose(draft))
-                        records.append(
-                            DraftRecord(sequence.traceparent, start_ns, end_ns, sequence.length, len(draft.token_ids))
-                        )
+                        if sequence.spans is not None:
+                            self._trace(draft, sequence.spans, start_ns, end_ns, len(wanting), num_missing)
                     case NoDraft() as none:
                         frame.no_proposals.append(self._refuse(session, none))
             # An empty frame tells a verifier that its prompt is being worked on, and that the drafter is alive.
             is_working = any(sequence.wants_draft for sequence in session.sequences.values())
             if frame.proposals or frame.no_proposals or is_working:
-                emit(SessionOutput(session_id, frame, records))
+                emit(SessionOutput(session_id, frame))
             for sequence in list(session.sequences.values()):
                 if id(sequence) in by_sequence:
                     self._take_early_verdicts(session, sequence)
+        if self._records:
+            # Behind the proposals, which somebody waits for.
+            emit(DraftRecords(self._records))
+            self._records = []
         is_busy = any(sequence.wants_draft for sequence in wanting)
         return 0.0 if is_busy or any(session.refusals for session in self._sessions.values()) else None
 
@@ -164,6 +172,28 @@ class DrafterEngine:
         sequence.proposed = list(draft.token_ids)
         sequence.wants_draft = False
         return proposal
+
+    def _trace(
+        self, draft: Draft, spans: StepSpans, start_ns: int, end_ns: int, batch_size: int, num_missing: int
+    ) -> None:
+        record = spans.add(
+            start_ns,
+            end_ns,
+            position=draft.sequence.length,
+            sums={"outrider.num_draft_tokens": len(draft.token_ids)},
+            # Of all sequences in the step: a prompt among them shows as a large number of tokens to compute.
+            alone={
+                "outrider.drafter.kind": self._drafter.kind,
+                "outrider.batch_size": batch_size,
+                "outrider.num_missing_tokens": num_missing,
+            },
+        )
+        if record is not None:
+            self._records.append((draft.sequence.traceparent, record))
+
+    def _end_trace(self, sequence: DraftSequence) -> None:
+        if sequence.spans is not None and (record := sequence.spans.flush()):
+            self._records.append((sequence.traceparent, record))
 
     def _refuse(self, session: _Session, answer: NoDraft) -> drafter_pb2.NoProposal:
         sequence = answer.sequence
@@ -214,6 +244,9 @@ class DrafterEngine:
             max_draft_tokens=opening.max_draft_tokens,
             wants_candidates=not sampling.is_greedy and opening.verification != common_pb2.VERIFICATION_GREEDY,
             traceparent=opening.traceparent,
+            spans=StepSpans(f"draft {self._drafter.name}", f"drafts {self._drafter.name}", self._step_spans)
+            if self._is_tracing and is_sampled(opening.traceparent)
+            else None,
         )
 
     def _commit(self, session: _Session, verdict: drafter_pb2.Verdict) -> None:
@@ -267,4 +300,5 @@ class DrafterEngine:
     def _forget(self, session: _Session, sequence_id: int) -> None:
         sequence = session.sequences.pop(sequence_id, None)
         if sequence is not None:
+            self._end_trace(sequence)
             self._drafter.release(sequence)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from engine.block_manager import BlockTable
 from engine.errors import InvalidArgumentError
 from engine.sampling_parameters import SamplingParameters
+from engine.step_spans import StepSpans
 from outrider.v1 import drafter_pb2
 
 
@@ -26,6 +27,8 @@ class DraftSequence:
     # Whether q must travel with the tokens: not where the verifier only compares with the target's most likely token.
     wants_candidates: bool
     traceparent: str = ""
+    # None unless the request's trace is sampled.
+    spans: StepSpans | None = None
     epoch: int = 0
     proposed: list[int] = field(default_factory=list)
     # Lockstep: true from the opening or a verdict that used up the proposals until the next proposal is made.

@@ -11,10 +11,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
-from opentelemetry.trace import SpanKind
 
 from drafter_service.drafter import Drafter
-from drafter_service.engine import DrafterEngine, FrameArrived, SessionClosed, SessionOutput
+from drafter_service.engine import DrafterEngine, DraftRecords, EngineOutput, FrameArrived, SessionClosed
 from engine.engine_thread import EngineThread
 from engine.errors import InvalidArgumentError, UnavailableError
 from engine.handshake import check_compatible
@@ -37,13 +36,16 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
         target_revision: str,
         telemetry: Telemetry,
         busy_poll_seconds: float = 0.0,
+        step_spans: int = 32,
     ) -> None:
         self._drafter = drafter
         self._max_sequences = max_sequences
         self._target_revision = target_revision
         self._telemetry = telemetry
-        self._engine = DrafterEngine(drafter, max_sequences=max_sequences)
-        self._thread: EngineThread[FrameArrived | SessionClosed, SessionOutput] = EngineThread(
+        self._engine = DrafterEngine(
+            drafter, max_sequences=max_sequences, is_tracing=telemetry.is_enabled, step_spans=step_spans
+        )
+        self._thread: EngineThread[FrameArrived | SessionClosed, EngineOutput] = EngineThread(
             self._engine, self._deliver, self._on_engine_failure, "drafter-engine", busy_poll_seconds=busy_poll_seconds
         )
         self._session_ids = itertools.count(1)
@@ -138,28 +140,19 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
             outbox.put_nowait(None)
         os.kill(os.getpid(), signal.SIGTERM)
 
-    def _deliver(self, output: SessionOutput) -> None:
-        outbox = self._outboxes.get(output.session_id)
-        if outbox is not None:
-            outbox.put_nowait(output.frame)
-        if self._telemetry.is_enabled:
+    def _deliver(self, output: EngineOutput) -> None:
+        if isinstance(output, DraftRecords):
             self._trace(output)
+        elif outbox := self._outboxes.get(output.session_id):
+            outbox.put_nowait(output.frame)
 
-    def _trace(self, output: SessionOutput) -> None:
-        for record in output.records:
-            parent = context_of(record.traceparent)
-            if parent is None:
-                continue
+    def _trace(self, output: DraftRecords) -> None:
+        for traceparent, record in output.records:
             span = self._telemetry.tracer.start_span(
-                f"draft {self._drafter.name}",
-                context=parent,
-                kind=SpanKind.INTERNAL,
+                record.name,
+                context=context_of(traceparent),
                 start_time=record.start_ns,
-                attributes={
-                    "outrider.position": record.position,
-                    "outrider.num_draft_tokens": record.num_draft_tokens,
-                    "outrider.drafter.kind": self._drafter.kind,
-                },
+                attributes=record.attributes,
             )
             span.end(record.end_ns)
 

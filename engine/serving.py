@@ -16,11 +16,12 @@ from enum import Enum, auto
 from typing import Any, Protocol
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health
 from grpc_reflection.v1alpha import reflection
 
 from engine.busy_poll import new_event_loop
 from engine.errors import UnavailableError
+from engine.health import Health
 from engine.interceptor import ErrorInterceptor
 from engine.settings import ServiceSettings
 
@@ -62,28 +63,34 @@ class Registration:
 class Server:
     """A grpc.aio server with health, reflection, error mapping and an orderly end.
 
-    Health is NOT_SERVING until the component has started and again from the moment of draining.
+    Health is NOT_SERVING until the component has started and again from the moment of draining; only the name
+    `liveness` is SERVING all the time.
     """
 
     def __init__(self, settings: ServiceSettings, component: Component, registrations: Sequence[Registration]) -> None:
         self._settings = settings
         self._component = component
         self._phase = Phase.LOADING
-        self._health = health.aio.HealthServicer()  # type: ignore[attr-defined]  # defined only where grpc.aio is
-        self._names = [registration.full_name for registration in registrations]
+        names = [registration.full_name for registration in registrations]
+        self._health = Health(names)
         self._server = grpc.aio.server(
             interceptors=[ErrorInterceptor(self._gate)],
             options=channel_options(settings.max_message_bytes, server=True),
         )
         for registration in registrations:
             registration.add_to_server(self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection([*self._names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
+        self._health.add_to_server(self._server)
+        reflection.enable_server_reflection([*names, health.SERVICE_NAME, reflection.SERVICE_NAME], self._server)
         self.address = ""
+
+    @property
+    def health_address(self) -> str:
+        """host:port of the port with health checks alone, empty where there is none."""
+        return self._health.address
 
     async def start(self) -> None:
         """Bind, then start the component. Raises OSError when the address is taken."""
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._health.start(self._settings.health_listen)
         host = self._settings.listen.rpartition(":")[0]
         try:
             port = self._server.add_insecure_port(self._settings.listen)
@@ -94,13 +101,13 @@ class Server:
         logger.info("listening on %s, loading", self.address)
         await self._component.start()
         self._phase = Phase.SERVING
-        await self._set_health(health_pb2.HealthCheckResponse.SERVING)
+        await self._health.set_ready(True)
         logger.info("serving on %s", self.address)
 
     async def stop(self) -> None:
         """Report NOT_SERVING, drain for at most `drain_seconds`, then stop."""
         self._phase = Phase.DRAINING
-        await self._set_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        await self._health.set_ready(False)
         logger.info("draining")
         try:
             await asyncio.wait_for(self._component.drain(), self._settings.drain_seconds)
@@ -108,20 +115,18 @@ class Server:
             logger.warning("still busy after %.0f s of draining; ending what runs", self._settings.drain_seconds)
         await self._component.stop()
         await self._server.stop(grace=1.0)
+        await self._health.stop()
         logger.info("stopped")
 
     async def abandon(self) -> None:
         """Stop serving a component that never came to start; a gRPC server that nobody stops can hang the process."""
         await self._server.stop(grace=None)
+        await self._health.stop()
 
     def _gate(self) -> None:
         # While draining, each component decides for itself: what runs goes on, what is new is refused.
         if self._phase is Phase.LOADING:
             raise UnavailableError("the service is still loading", retry_delay_seconds=1.0)
-
-    async def _set_health(self, status: health_pb2.HealthCheckResponse.ServingStatus.ValueType) -> None:
-        for name in ("", *self._names):
-            await self._health.set(name, status)
 
 
 def channel_options(max_message_bytes: int, *, server: bool = False) -> list[tuple[str, int]]:

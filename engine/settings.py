@@ -56,6 +56,10 @@ class ServiceSettings(BaseSettings):
         description="TOML file with these settings, keys as in the environment but lower case and without prefix",
     )
     listen: str = Field(default="127.0.0.1:0", description="host:port to serve gRPC on; port 0 takes a free one")
+    health_listen: str | None = Field(
+        default=None,
+        description="host:port of a second port with health checks alone, never encrypted, for probes; unset: none",
+    )
     max_message_bytes: int = Field(
         default=64 << 20, ge=1 << 16, description="largest gRPC message in either direction, bytes"
     )
@@ -126,6 +130,11 @@ class ModelSettings(ServiceSettings):
     max_num_batched_tokens: int = Field(default=2048, ge=64, description="most tokens computed in one forward pass")
     cuda_graphs: bool = Field(
         default=True, description="replay decoding as CUDA graphs, on a GPU; takes a few seconds longer to start"
+    )
+    step_spans: int = Field(
+        default=32,
+        ge=1,
+        description="steps of a traced request that get a span each; later ones are folded, as many to a span",
     )
     num_threads: int = Field(default=0, ge=0, description="CPU threads of the model; 0 takes PyTorch's default")
     busy_poll_seconds: float | None = Field(

@@ -67,6 +67,15 @@ def context_of(traceparent: str) -> Context | None:
     return context if trace.get_current_span(context).get_span_context().is_valid else None
 
 
+def is_sampled(traceparent: str) -> bool:
+    """Whether a `traceparent` says that its trace is recorded: nothing is made for any other, not even a context."""
+    flags = traceparent[53:55]
+    try:
+        return len(traceparent) >= 55 and bool(int(flags, 16) & 1) and context_of(traceparent) is not None
+    except ValueError:
+        return False
+
+
 def _resource(service: str) -> Resource:
     defaults = {SERVICE_NAME: f"outrider-{service}", SERVICE_NAMESPACE: "outrider"}
     # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES are the operator's word and win over ours.

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from engine.serving import Registration, Server
 from engine.telemetry import Telemetry
+from gateway.admission import Admission
 from gateway.generation_service import GenerationService
 from gateway.generator import Generator
-from gateway.sequence_table import SequenceTable
 from gateway.served_model import ServedModel
 from gateway.settings import GatewaySettings
 from gateway.tokenizer import Tokenizer
 from gateway.verifier_pool import VerifierPool
 from outrider.v1 import generation_pb2, generation_pb2_grpc
+
+if TYPE_CHECKING:
+    from gateway.http.server import HttpServer
 
 SERVICE_NAME = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
 
@@ -22,14 +27,20 @@ class Gateway:
     def __init__(self, settings: GatewaySettings, tokenizer: Tokenizer | None, telemetry: Telemetry) -> None:
         self._settings = settings
         self._tokenizer = tokenizer
-        self._table = SequenceTable(settings.max_concurrent_sequences)
         self._pool = VerifierPool(
             settings.verifiers,
             settings.drafters,
             max_message_bytes=settings.max_message_bytes,
             check_model=self._check_model,
         )
-        generator = Generator(pool=self._pool, table=self._table, tokenizer=tokenizer, model_name=settings.model_name)
+        self._admission = Admission(
+            capacity=lambda: settings.max_concurrent_sequences or self._pool.capacity,
+            max_queued=settings.max_queued_requests,
+            max_queue_seconds=settings.max_queue_seconds,
+        )
+        generator = Generator(
+            pool=self._pool, admission=self._admission, tokenizer=tokenizer, model_name=settings.model_name
+        )
         self.service = GenerationService(
             generator,
             self._pool,
@@ -37,18 +48,55 @@ class Gateway:
             has_tokenizer=tokenizer is not None,
             trace_prompts=settings.trace_prompts,
         )
+        self._is_serving = False
+        self._http = self._make_http(generator, telemetry) if settings.http_listen is not None else None
+
+    @property
+    def http_address(self) -> str:
+        """host:port of the HTTP front, empty before it is bound or where there is none."""
+        return "" if self._http is None else self._http.address
 
     async def start(self) -> None:
-        """Return once a verifier is connected and, where drafters are configured, one is ready or was waited for."""
-        await self._pool.start(drafter_wait_seconds=self._settings.drafter_wait_seconds)
+        """Return once a verifier is connected and, where drafters are configured, one is ready or was waited for.
+
+        HTTP answers before that, if only to say that the gateway is not serving yet.
+        """
+        if self._http is not None:
+            await self._http.start()
+        try:
+            await self._pool.start(drafter_wait_seconds=self._settings.drafter_wait_seconds)
+        except BaseException:
+            if self._http is not None:
+                await self._http.stop()
+            raise
+        self._is_serving = True
 
     async def drain(self) -> None:
-        """Refuse new requests and return when the running ones are done."""
-        await self._table.drain()
+        """Refuse what is new or waits, and return when the running requests are done."""
+        self._is_serving = False
+        await self._admission.drain()
 
     async def stop(self) -> None:
         """Close the links to the verifiers; requests that still run end with UNAVAILABLE."""
         await self._pool.stop()
+        if self._http is not None:
+            await self._http.stop()
+
+    def _make_http(self, generator: Generator, telemetry: Telemetry) -> HttpServer:
+        # Imported here, so that a gateway without HTTP does without its packages too.
+        from gateway.http.app import Front, make_app
+        from gateway.http.server import HttpServer
+
+        assert self._settings.http_listen is not None
+        front = Front(
+            settings=self._settings,
+            generator=generator,
+            pool=self._pool,
+            tokenizer=self._tokenizer,
+            telemetry=telemetry,
+            is_serving=lambda: self._is_serving,
+        )
+        return HttpServer(make_app(front), self._settings.http_listen)
 
     def _check_model(self, model: ServedModel) -> None:
         if self._tokenizer is not None:

@@ -46,7 +46,9 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         request_trace = self._start_trace(context)
         code, message = grpc.StatusCode.OK, ""
         try:
-            async with aclosing(self._generator.generate(request, request_trace)) as events:
+            async with aclosing(
+                self._generator.generate(request, request_trace, seconds_left=context.time_remaining())
+            ) as events:
                 async for event in events:
                     yield _response(event)
         except OutriderError as error:

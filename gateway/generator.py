@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import logging
 import secrets
 import time
@@ -13,10 +15,11 @@ import grpc
 
 from engine.errors import OutriderError
 from engine.wire import pack_tokens
+from gateway.admission import Admission, Place
+from gateway.auth import ANONYMOUS, Caller
 from gateway.output_text import OutputText
 from gateway.request_trace import RequestTrace
 from gateway.sequence import Sequence
-from gateway.sequence_table import SequenceTable
 from gateway.tokenizer import Tokenizer
 from gateway.validation import check_prompt, check_request
 from gateway.verifier_pool import Route, VerifierPool
@@ -31,15 +34,17 @@ ELSEWHERE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
 
 
 class Generator:
-    """Generates completions: checks, tokenizes, routes, decodes, and turns tokens into text."""
+    """Generates completions: checks, waits for a place, tokenizes, routes, decodes, and turns tokens into text."""
 
     def __init__(
-        self, *, pool: VerifierPool, table: SequenceTable, tokenizer: Tokenizer | None, model_name: str | None = None
+        self, *, pool: VerifierPool, admission: Admission, tokenizer: Tokenizer | None, model_name: str | None = None
     ) -> None:
         self._pool = pool
-        self._table = table
+        self._admission = admission
         self._tokenizer = tokenizer
         self._model_name = model_name
+        # None is ever used again.
+        self._sequence_ids = itertools.count(1)
 
     @property
     def model_name(self) -> str:
@@ -47,23 +52,35 @@ class Generator:
         return self._model_name or self._pool.model.name
 
     async def generate(
-        self, request: generation_pb2.GenerateRequest, request_trace: RequestTrace
+        self,
+        request: generation_pb2.GenerateRequest,
+        request_trace: RequestTrace,
+        *,
+        caller: Caller = ANONYMOUS,
+        seconds_left: float | None = None,
     ) -> AsyncGenerator[Event, None]:
         """The events of one completion: Started, Chunks, Finished. Raises OutriderError.
 
-        Nothing comes before the verifier's first answer, so that a sequence it refuses can still go elsewhere. Closing
-        the generator at any point closes the sequence at the verifier.
+        What is cheap to check is checked before the request waits for a place; tokenizing is not cheap. Nothing comes
+        before the verifier's first answer, so that a sequence it refuses can still go elsewhere. Closing the generator
+        at any point closes the sequence at the verifier. `seconds_left` is the time until the call's deadline.
         """
-        arrived = time.monotonic()
-        with self._table.admit() as sequence_id:
-            check_request(request, self._pool.model, has_tokenizer=self._tokenizer is not None)
-            prompt_token_ids = await self._tokenize(request, request_trace)
+        arrived, arrived_ns = time.monotonic(), time.time_ns()
+        check_request(request, self._pool.model, has_tokenizer=self._tokenizer is not None)
+        try:
+            place = await self._admission.place(caller, seconds_left=seconds_left)
+        finally:
+            request_trace.queued(arrived_ns, time.time_ns())
+        with place:
+            prompt_token_ids = await self._tokenize(request, place, request_trace)
             detokenizer = self._tokenizer.detokenizer() if self._tokenizer is not None else None
-            output_text = OutputText(detokenizer, request.stopping.stop)
             sequence = Sequence(
-                sequence_id, prompt_token_ids, output_text, arrived, has_token_texts=request.token_texts
+                next(self._sequence_ids),
+                prompt_token_ids,
+                OutputText(detokenizer, request.stopping.stop),
+                arrived,
+                has_token_texts=request.token_texts,
             )
-            self._table.add(sequence)
             started = generation_pb2.Started(
                 request_id=request.request_id or uuid.uuid4().hex,
                 model=self.model_name,
@@ -71,18 +88,21 @@ class Generator:
                 seed=request.sampling.seed if request.sampling.HasField("seed") else secrets.randbits(63),
             )
             request_trace.requested(request, request_id=started.request_id, seed=started.seed)
-            async with aclosing(self._decode(request, sequence, started, request_trace)) as events:
+            async with aclosing(self._decode(request, sequence, started, place, request_trace)) as events:
                 async for event in events:
                     yield event
 
-    async def _tokenize(self, request: generation_pb2.GenerateRequest, request_trace: RequestTrace) -> list[int]:
+    async def _tokenize(
+        self, request: generation_pb2.GenerateRequest, place: Place, request_trace: RequestTrace
+    ) -> list[int]:
         if request.WhichOneof("input") == "token_ids":
-            token_ids = list(request.token_ids.ids)
-            check_prompt("token_ids", token_ids, self._pool.model)
-            return token_ids
+            return list(request.token_ids.ids)
         assert self._tokenizer is not None
         began = time.time_ns()
-        token_ids = await self._tokenizer.encode(request.prompt)
+        encoding = asyncio.ensure_future(self._tokenizer.encode(request.prompt))
+        # A long text is tokenized in a thread, which goes on when the client has left.
+        place.holds_for(encoding)
+        token_ids = await asyncio.shield(encoding)
         request_trace.tokenized(began, time.time_ns(), len(token_ids))
         check_prompt("prompt", token_ids, self._pool.model)
         return token_ids
@@ -92,13 +112,14 @@ class Generator:
         request: generation_pb2.GenerateRequest,
         sequence: Sequence,
         started: generation_pb2.Started,
+        place: Place,
         request_trace: RequestTrace,
     ) -> AsyncGenerator[Event, None]:
         """Decode on the best verifier; on a second one when the first fails before anything was sent."""
         route = self._pool.route(request.speculation.mode)
         has_sent = False
         try:
-            async with aclosing(self._decode_on(route, request, sequence, started, request_trace)) as events:
+            async with aclosing(self._decode_on(route, request, sequence, started, place, request_trace)) as events:
                 async for event in events:
                     has_sent = True
                     yield event
@@ -113,7 +134,7 @@ class Generator:
                 raise error from None
             logger.info("request %r goes on to verifier %s: %s", started.request_id, route.link.address, error)
             sequence.restart()
-        async with aclosing(self._decode_on(route, request, sequence, started, request_trace)) as events:
+        async with aclosing(self._decode_on(route, request, sequence, started, place, request_trace)) as events:
             async for event in events:
                 yield event
 
@@ -123,6 +144,7 @@ class Generator:
         request: generation_pb2.GenerateRequest,
         sequence: Sequence,
         started: generation_pb2.Started,
+        place: Place,
         request_trace: RequestTrace,
     ) -> AsyncGenerator[Event, None]:
         request_trace.routed(route.link.address, route.drafter_address)
@@ -136,6 +158,7 @@ class Generator:
                 if sequence.is_over:
                     # At once, and not when a slow client has read the last events.
                     decoding.close()
+                    place.free()
                 for fallback in sequence.counts.fallbacks[num_fallbacks:]:
                     request_trace.fell_back(fallback)
                 if sequence.error is not None and not has_started and chunk is None:

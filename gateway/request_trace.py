@@ -15,8 +15,8 @@ from engine.telemetry import Telemetry, context_of, traceparent_of
 from outrider.v1 import common_pb2, generation_pb2
 
 OPERATION = "text_completion"
-# Shorter tokenizations are not worth a span of their own.
-MIN_TOKENIZE_SPAN_NS = 1_000_000
+# What is shorter is not worth a span of its own.
+MIN_SPAN_NS = 1_000_000
 
 # The conventions' words; both kinds of stop token are a plain stop.
 FINISH_REASONS = {
@@ -91,9 +91,18 @@ class RequestTrace:
         if self.has_prompts and request.prompt:
             self.span.set_attribute("gen_ai.input.messages", _messages("user", request.prompt))
 
+    def queued(self, started_ns: int, ended_ns: int) -> None:
+        """The request waited for a place between these times of `time.time_ns`, in the end perhaps in vain."""
+        if self.span is None or ended_ns - started_ns < MIN_SPAN_NS:
+            return
+        child = self.telemetry.tracer.start_span(
+            "admission", context=trace.set_span_in_context(self.span), start_time=started_ns
+        )
+        child.end(ended_ns)
+
     def tokenized(self, started_ns: int, ended_ns: int, num_tokens: int) -> None:
         """The prompt was tokenized between these times of `time.time_ns`."""
-        if self.span is None or ended_ns - started_ns < MIN_TOKENIZE_SPAN_NS:
+        if self.span is None or ended_ns - started_ns < MIN_SPAN_NS:
             return
         child = self.telemetry.tracer.start_span(
             "tokenize",

@@ -16,6 +16,10 @@ class GatewaySettings(ServiceSettings):
     model_config = SettingsConfigDict(env_prefix="OUTRIDER_GATEWAY_")
 
     listen: str = Field(default="127.0.0.1:50051", description="host:port to serve gRPC on; port 0 takes a free one")
+    http_listen: str | None = Field(
+        default=None, description="host:port to serve HTTP on, with an OpenAI-compatible API; unset: no HTTP"
+    )
+    http_max_body_bytes: int = Field(default=8 << 20, ge=1 << 10, description="largest body of an HTTP request, bytes")
     verifiers: AddressList = Field(
         min_length=1, description="verifiers to decode on, host:port each, comma-separated; all serve the same model"
     )
@@ -29,15 +33,38 @@ class GatewaySettings(ServiceSettings):
     model_name: str | None = Field(
         default=None, min_length=1, description="name that clients see; default: the target model's own"
     )
-    max_concurrent_sequences: int = Field(
-        default=1024, ge=1, description="most requests at a time; more are refused with RESOURCE_EXHAUSTED"
+    max_concurrent_sequences: int | None = Field(
+        default=None, ge=1, description="most requests that run at a time; unset: as many as the verifiers run at once"
+    )
+    max_queued_requests: int = Field(
+        default=256, ge=0, description="most requests that wait for a place; more are refused with RESOURCE_EXHAUSTED"
+    )
+    max_queue_seconds: float = Field(
+        default=30.0,
+        gt=0,
+        description="longest that a request may wait, seconds; one that would have to wait longer is refused at once",
     )
     drafter_wait_seconds: float = Field(
         default=5.0,
         ge=0,
         description="how long start-up waits for a drafter to be ready before serving without, seconds",
     )
-    trace_prompts: bool = Field(default=False, description="write prompts and outputs into traces")
+    trace_prompts: bool = Field(default=False, description="write prompts, outputs and stop strings into traces")
+    max_traces_per_second: float | None = Field(
+        default=None,
+        gt=0,
+        description="most requests a second that begin a trace of their own; a request that is part of a trace already "
+        "stays in it; unset: as many as OTEL_TRACES_SAMPLER says",
+    )
+
+    @field_validator("http_listen")
+    @classmethod
+    def _check_http_listen(cls, address: str | None) -> str | None:
+        if address is not None:
+            host, _, port = address.rpartition(":")
+            if not host or not port.isdigit() or int(port) >= 1 << 16:
+                raise ValueError(f"{address!r} is not host:port")
+        return address
 
     @field_validator("verifiers", "drafters")
     @classmethod

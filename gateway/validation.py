@@ -17,13 +17,17 @@ MAX_DRAFT_TOKENS = 32
 MAX_LOGPROBS = 20
 
 
+class PromptTooLongError(InvalidArgumentError):
+    """The prompt does not fit the model's context."""
+
+
 def check_request(request: generation_pb2.GenerateRequest, model: ServedModel, *, has_tokenizer: bool) -> None:
     """Raise InvalidArgumentError, naming the field as in the request, for all that shows without tokenizing."""
     if len(request.request_id) > MAX_REQUEST_ID_LENGTH:
         raise InvalidArgumentError(
             "request_id", f"has {len(request.request_id)} characters, at most {MAX_REQUEST_ID_LENGTH} are taken"
         )
-    _check_input(request, has_tokenizer=has_tokenizer)
+    _check_input(request, model, has_tokenizer=has_tokenizer)
     sampling = SamplingParameters.from_message(request.sampling, vocabulary_size=model.vocabulary_size)
     _check_stopping(request.stopping, model, has_tokenizer=has_tokenizer)
     _check_speculation(request.speculation, is_greedy=sampling.is_greedy)
@@ -32,14 +36,17 @@ def check_request(request: generation_pb2.GenerateRequest, model: ServedModel, *
 
 
 def check_prompt(field: str, token_ids: Sequence[int], model: ServedModel) -> None:
-    """Raise InvalidArgumentError, naming `field`, unless the model can generate a token behind the prompt."""
+    """Raise InvalidArgumentError, naming `field`, unless the model can generate a token behind the prompt.
+
+    One that is too long raises PromptTooLongError.
+    """
     if not token_ids:
         raise InvalidArgumentError(field, "must hold at least one token")
     length, context = len(token_ids), model.context_length
     if context and length > context:
-        raise InvalidArgumentError(field, f"has {length} tokens, the model's context length is {context}")
+        raise PromptTooLongError(field, f"has {length} tokens, the model's context length is {context}")
     if context and length == context:
-        raise InvalidArgumentError(
+        raise PromptTooLongError(
             field, f"has {length} tokens and fills the model's context length of {context}: no token can be generated"
         )
     if max(token_ids) >= model.vocabulary_size:
@@ -47,7 +54,7 @@ def check_prompt(field: str, token_ids: Sequence[int], model: ServedModel) -> No
         _check_known(field, token_ids[index], model, where=f" at index {index}")
 
 
-def _check_input(request: generation_pb2.GenerateRequest, *, has_tokenizer: bool) -> None:
+def _check_input(request: generation_pb2.GenerateRequest, model: ServedModel, *, has_tokenizer: bool) -> None:
     match request.WhichOneof("input"):
         case "prompt":
             if not request.prompt:
@@ -55,8 +62,7 @@ def _check_input(request: generation_pb2.GenerateRequest, *, has_tokenizer: bool
             if not has_tokenizer:
                 raise InvalidArgumentError("prompt", "this gateway has no tokenizer, send token_ids")
         case "token_ids":
-            if not request.token_ids.ids:
-                raise InvalidArgumentError("token_ids", "must hold at least one token")
+            check_prompt("token_ids", request.token_ids.ids, model)
         case _:
             raise InvalidArgumentError("prompt", "one of prompt and token_ids must be set")
 

@@ -18,6 +18,8 @@ from outrider.v1 import common_pb2, generation_pb2, verifier_pb2
 logger = logging.getLogger(__name__)
 
 REPORT_SECONDS = 10.0
+# What a verifier is taken to run at once that does not say.
+UNKNOWN_MAX_RUNNING = 64
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,11 @@ class VerifierPool:
         if self._model is None:
             raise UnavailableError("no verifier has connected yet", retry_delay_seconds=1.0)
         return self._model
+
+    @property
+    def capacity(self) -> int:
+        """How many sequences the verifiers that are ready run at once, at least 1."""
+        return max(1, sum(link.load.max_running or UNKNOWN_MAX_RUNNING for link in self._links if link.is_ready))
 
     async def start(self, *, drafter_wait_seconds: float) -> None:
         """Connect; returns once a verifier is ready and, where drafters are configured, one is or was waited for."""

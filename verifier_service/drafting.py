@@ -131,6 +131,8 @@ class DraftingLinks:
                 # A long prompt may keep a drafter busy for a while; that is no reason to do without it afterwards.
                 sequence.num_late_in_a_row += int(sequence.has_had_proposal)
                 self._end_wait(sequence)
+                if sequence.trace is not None:
+                    sequence.trace.draft_is_late(sequence.draft_wait, sequence.length)
             if sequence.behind_since is not None and (
                 sequence.num_late_in_a_row >= MAX_LATE_IN_A_ROW
                 or now - sequence.behind_since >= MAX_TIMEOUTS_BEHIND * self._draft_timeout

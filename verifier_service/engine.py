@@ -20,14 +20,15 @@ from verifier_service.events import (
     OpeningRefused,
     ProposalsArrived,
     SequenceOpened,
+    SequenceRecords,
     SequencesClosed,
     SessionClosed,
-    SpanRecord,
     StepOutput,
 )
 from verifier_service.proposal_buffer import ProposalError, parse_proposals
 from verifier_service.scheduler import Scheduled, Scheduler
 from verifier_service.sequence import LinkKey, TargetSequence
+from verifier_service.sequence_trace import Step
 from verifier_service.target import Target
 from verifier_service.verify import Verified, verify
 
@@ -39,15 +40,14 @@ MAX_FAILURES_IN_A_ROW = 3
 
 @dataclass(frozen=True)
 class _Committed:
-    """What a step did to one sequence, still to be reported; times in nanoseconds since the epoch."""
+    """What a step did to one sequence, still to be reported."""
 
+    step: Step
     part: Scheduled
     verified: Verified
     position: int  # of the first new token
     token_ids: Sequence[int]
     finish_reason: generation_pb2.FinishReason  # UNSPECIFIED: the sequence goes on
-    start_ns: int
-    end_ns: int
 
 
 class VerifierEngine:
@@ -61,14 +61,12 @@ class VerifierEngine:
         max_waiting: int,
         split_from: int,
         draft_timeout: float,
-        is_tracing: bool,
     ) -> None:
         self._target = target
         self._max_running = max_running
         self._split_from = split_from
         self._max_waiting = max_waiting
         self._links = DraftingLinks(draft_timeout)
-        self._is_tracing = is_tracing
         self._sequences: dict[tuple[int, int], TargetSequence] = {}
         self._by_link_id: dict[int, TargetSequence] = {}
         self._output = StepOutput()
@@ -95,6 +93,7 @@ class VerifierEngine:
             case SequencesClosed(session_id, sequence_ids):
                 for sequence_id in sequence_ids:
                     if found := self._sequences.get((session_id, sequence_id)):
+                        self._end_trace(found, is_closed=True)
                         self._remove(found)
             case SessionClosed(session_id):
                 for sequence in [s for s in self._sequences.values() if s.session_id == session_id]:
@@ -107,9 +106,9 @@ class VerifierEngine:
                     self._fall_back(sequence, common_pb2.FALLBACK_REASON_DRAFTER_LOST)
             case ProposalsArrived(key, frame):
                 if self._links.has_heard(key):
-                    self._take_proposals(key, frame.proposals)
+                    self._take_proposals(key, frame.proposals, frame.step_seconds)
                     for refusal in frame.no_proposals:
-                        self._take_refusal(key, refusal)
+                        self._take_refusal(key, refusal, frame.step_seconds)
 
     def step(self, emit: Callable[[StepOutput], None]) -> float | None:
         """One step over everything that is ready; how long to sleep when nothing is."""
@@ -146,6 +145,7 @@ class VerifierEngine:
             num_waiting=len(self._scheduler.waiting),
             num_kv_blocks=self._target.blocks.num_blocks,
             num_free_kv_blocks=self._target.blocks.num_free,
+            max_running=self._max_running,
         )
 
     def _open(self, sequence: TargetSequence) -> None:
@@ -168,7 +168,9 @@ class VerifierEngine:
 
     def _admit(self, sequence: TargetSequence) -> None:
         sequence.scheduled_ns = time.time_ns()
-        self._trace(sequence, "queue", sequence.arrived_ns, sequence.scheduled_ns)
+        if sequence.trace is not None:
+            sequence.trace.queued(sequence.arrived_ns, sequence.scheduled_ns, len(self._scheduler.running))
+            self._take_records(sequence)
         if sequence.drafter is None:
             return
         if not self._links.is_up(sequence.drafter):
@@ -179,7 +181,7 @@ class VerifierEngine:
             self._by_link_id[sequence.link_sequence_id] = sequence
             self._output.link(sequence.drafter).opens.append(self._links.opening(sequence))
 
-    def _take_proposals(self, key: LinkKey, proposals: Sequence[drafter_pb2.Proposal]) -> None:
+    def _take_proposals(self, key: LinkKey, proposals: Sequence[drafter_pb2.Proposal], draft_seconds: float) -> None:
         for proposal, drafts in zip(proposals, parse_proposals(proposals, self._target.vocabulary_size), strict=True):
             sequence = self._drafted_by(key, proposal.sequence_id)
             if sequence is None:
@@ -188,15 +190,19 @@ class VerifierEngine:
                 if isinstance(drafts, ProposalError):
                     raise drafts
                 self._links.take(sequence, proposal, drafts)
+                if sequence.trace is not None:
+                    sequence.trace.drafted(draft_seconds)
             except ProposalError as error:
                 logger.warning("request %s goes on without its drafter: %s", sequence.request_id, error)
                 self._fall_back(sequence, common_pb2.FALLBACK_REASON_DRAFTER_LOST)
 
-    def _take_refusal(self, key: LinkKey, refusal: drafter_pb2.NoProposal) -> None:
+    def _take_refusal(self, key: LinkKey, refusal: drafter_pb2.NoProposal, draft_seconds: float) -> None:
         sequence = self._drafted_by(key, refusal.sequence_id)
         if sequence is None:
             return
         reason = self._links.take_refusal(sequence, refusal)
+        if sequence.trace is not None:
+            sequence.trace.drafted(draft_seconds)
         if reason is not None:
             logger.info("request %s goes on without its drafter: %s", sequence.request_id, refusal.detail)
             self._fall_back(sequence, reason)
@@ -229,17 +235,19 @@ class VerifierEngine:
                 self._fail(part.sequence, grpc.StatusCode.INTERNAL, message)
             return []
         self._num_failures = 0
-        end_ns = time.time_ns()
+        step = Step(batch, start_ns, time.time_ns())
         all_committed = []
         for part, verified in zip(batch, results, strict=True):
             part.sequence.num_computed += part.num_new
             if verified is not None:
-                all_committed.append(self._commit(part, verified, start_ns, end_ns))
+                all_committed.append(self._commit(step, part, verified))
+            elif part.sequence.trace is not None:
+                part.sequence.trace.computed_chunk(step, part)
         # Verdicts leave first: while the drafters work on them, the gateways' frames are made.
         self._flush(emit)
         return all_committed
 
-    def _commit(self, part: Scheduled, verified: Verified, start_ns: int, end_ns: int) -> _Committed:
+    def _commit(self, step: Step, part: Scheduled, verified: Verified) -> _Committed:
         sequence = part.sequence
         position = sequence.length
         token_ids, finish_reason = _cut(sequence, verified.token_ids)
@@ -254,7 +262,7 @@ class VerifierEngine:
             if sequence.drafter is not None:
                 self._tell_drafter(sequence, token_ids)
             self._target.blocks.shrink(sequence.block_ids, sequence.length)
-        return _Committed(part, verified, position, token_ids, finish_reason, start_ns, end_ns)
+        return _Committed(step, part, verified, position, token_ids, finish_reason)
 
     def _report(self, committed: _Committed) -> None:
         part, verified, token_ids = committed.part, committed.verified, committed.token_ids
@@ -272,13 +280,14 @@ class VerifierEngine:
         sequence.fallbacks.clear()
         if committed.finish_reason:
             update.ended.finish_reason = committed.finish_reason
-        if not sequence.prefilled_ns:
-            sequence.prefilled_ns = committed.end_ns
+        is_first = not sequence.prefilled_ns
+        if is_first:
+            sequence.prefilled_ns = committed.step.end_ns
             update.prefill.queue_seconds = (sequence.scheduled_ns - sequence.arrived_ns) * 1e-9
-            update.prefill.prefill_seconds = (committed.end_ns - sequence.scheduled_ns) * 1e-9
-            self._trace(sequence, "prefill", sequence.scheduled_ns, committed.end_ns)
-        else:
-            self._trace_step(committed)
+            update.prefill.prefill_seconds = (sequence.prefilled_ns - sequence.scheduled_ns) * 1e-9
+        if sequence.trace is not None:
+            self._trace_step(committed, is_first)
+        sequence.draft_wait, sequence.proposal_bytes = 0.0, 0
 
     def _tell_drafter(self, sequence: TargetSequence, token_ids: Sequence[int]) -> None:
         assert sequence.drafter is not None
@@ -308,6 +317,7 @@ class VerifierEngine:
     def _end_with(self, error: verifier_pb2.SequenceError, session_id: int, sequence_id: int) -> None:
         self._output.session(session_id).updates.add(sequence_id=sequence_id, ended=verifier_pb2.Ended(error=error))
         if found := self._sequences.get((session_id, sequence_id)):
+            self._end_trace(found)
             self._remove(found)
 
     def _remove(self, sequence: TargetSequence) -> None:
@@ -322,34 +332,36 @@ class VerifierEngine:
             emit(self._output)
             self._output = StepOutput()
 
-    def _trace_step(self, committed: _Committed) -> None:
-        if not self._is_tracing:
-            return
-        part, verified, sequence = committed.part, committed.verified, committed.part.sequence
-        attributes: dict[str, str | int | float] = {
-            "outrider.position": committed.position,
-            "outrider.num_draft_tokens": part.num_drafts,
-            "outrider.num_accepted_tokens": min(verified.num_accepted, len(committed.token_ids)),
-        }
-        if part.num_drafts:
-            attributes["outrider.draft_wait_seconds"] = sequence.draft_wait
-            attributes["outrider.proposal_bytes"] = sequence.proposal_bytes
-            sequence.draft_wait, sequence.proposal_bytes = 0.0, 0
-        if verified.num_accepted < part.num_drafts:
-            attributes["outrider.rejected_position"] = committed.position + verified.num_accepted
-        self._trace(sequence, "verify_step", committed.start_ns, committed.end_ns, attributes)
+    def _trace_step(self, committed: _Committed, is_first: bool) -> None:
+        step, part, sequence = committed.step, committed.part, committed.part.sequence
+        assert sequence.trace is not None
+        if is_first:
+            sequence.trace.prefilled(step, part, sequence.scheduled_ns, sequence.num_prompt_tokens)
+        else:
+            sequence.trace.verified(
+                step,
+                part,
+                position=committed.position,
+                num_accepted=min(committed.verified.num_accepted, len(committed.token_ids)),
+                draft_wait_seconds=sequence.draft_wait,
+                proposal_bytes=sequence.proposal_bytes,
+            )
+        if committed.finish_reason:
+            self._end_trace(sequence)
+        else:
+            self._take_records(sequence)
 
-    def _trace(
-        self,
-        sequence: TargetSequence,
-        name: str,
-        start_ns: int,
-        end_ns: int,
-        attributes: dict[str, str | int | float] | None = None,
-    ) -> None:
-        if self._is_tracing and sequence.traceparent:
-            self._output.spans.append(
-                SpanRecord(sequence.session_id, sequence.sequence_id, name, start_ns, end_ns, attributes or {})
+    def _end_trace(self, sequence: TargetSequence, *, is_closed: bool = False) -> None:
+        if sequence.trace is not None:
+            sequence.trace.end()
+            self._take_records(sequence, is_closed=is_closed)
+
+    def _take_records(self, sequence: TargetSequence, *, is_closed: bool = False) -> None:
+        assert sequence.trace is not None
+        records = sequence.trace.drain()
+        if records or is_closed:
+            self._output.records.append(
+                SequenceRecords(sequence.session_id, sequence.sequence_id, records, is_closed=is_closed)
             )
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from engine.step_spans import EventRecord, SpanRecord
 from outrider.v1 import drafter_pb2, verifier_pb2
 from verifier_service.sequence import LinkKey, TargetSequence
 
@@ -67,15 +68,14 @@ Event = SequenceOpened | OpeningRefused | SequencesClosed | SessionClosed | Link
 
 
 @dataclass(frozen=True)
-class SpanRecord:
-    """One span of a sequence's trace; times in nanoseconds since the epoch."""
+class SequenceRecords:
+    """What has been noted for the trace of a sequence."""
 
     session_id: int
     sequence_id: int
-    name: str
-    start_ns: int
-    end_ns: int
-    attributes: Mapping[str, str | int | float] = field(default_factory=dict)
+    records: Sequence[SpanRecord | EventRecord]
+    # The gateway closed the sequence: these are the last ones, and no update will follow.
+    is_closed: bool = False
 
 
 @dataclass
@@ -86,10 +86,10 @@ class StepOutput:
     link_frames: dict[LinkKey, drafter_pb2.DraftRequest] = field(default_factory=dict)
     # Connections that have fallen silent, to be closed and dialled anew.
     silent_links: list[LinkKey] = field(default_factory=list)
-    spans: list[SpanRecord] = field(default_factory=list)
+    records: list[SequenceRecords] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.session_frames or self.link_frames or self.silent_links or self.spans)
+        return bool(self.session_frames or self.link_frames or self.silent_links or self.records)
 
     def session(self, session_id: int) -> verifier_pb2.DecodeResponse:
         """The frame for a gateway, made when first asked for."""

@@ -122,6 +122,8 @@ class Scheduler:
             budget -= part.num_tokens
             if sequence.num_preemptions == 0:
                 admitted.append(sequence)
+            elif sequence.trace is not None:
+                sequence.trace.resumed()
         return admitted
 
     def _fit(self, sequence: TargetSequence, budget: int) -> Scheduled | None:
@@ -162,6 +164,8 @@ class Scheduler:
         sequence.num_preemptions += 1
         del self.running[sequence]
         self._blocks.free(sequence.block_ids)
+        if sequence.trace is not None:
+            sequence.trace.preempted(sequence.num_computed, sequence.length)
         sequence.num_computed = 0
         self.waiting.appendleft(sequence)
 

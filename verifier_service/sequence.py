@@ -9,6 +9,7 @@ from engine.sampling_parameters import SamplingParameters
 from kernels.penalties import TokenHistory
 from outrider.v1 import common_pb2
 from verifier_service.proposal_buffer import ProposalBuffer
+from verifier_service.sequence_trace import SequenceTrace
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class TargetSequence:
 
     # Token counts for penalties; None where there are none.
     history: TokenHistory | None
+    # None unless the request's trace is sampled.
+    trace: SequenceTrace | None = None
     fallbacks: list[common_pb2.Fallback] = field(default_factory=list)  # not yet reported
     proposals: ProposalBuffer = field(default_factory=ProposalBuffer)
     num_computed: int = 0

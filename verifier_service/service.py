@@ -24,6 +24,7 @@ from verifier_service.decoding import TargetLimits, parse_opening
 from verifier_service.drafter_link import DrafterLink
 from verifier_service.engine import VerifierEngine
 from verifier_service.events import Event, OpeningRefused, SequenceOpened, SequencesClosed, SessionClosed, StepOutput
+from verifier_service.sequence_trace import SequenceTrace
 from verifier_service.session import Session
 from verifier_service.settings import VerifierSettings
 from verifier_service.target import Target
@@ -46,7 +47,6 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
             max_waiting=settings.max_waiting,
             split_from=settings.split_from,
             draft_timeout=settings.draft_timeout_seconds,
-            is_tracing=telemetry.is_enabled,
         )
         self._thread: EngineThread[Event, StepOutput] = EngineThread(
             self._engine,
@@ -151,8 +151,6 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
                 for opening in frame.opens:
                     self._open(session, opening)
                 if frame.closes:
-                    for sequence_id in frame.closes:
-                        session.end_span(sequence_id)
                     self._thread.post(SequencesClosed(session.session_id, list(frame.closes)))
         finally:
             session.outbox.put_nowait(None)
@@ -177,6 +175,8 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         if sequence.drafter is None:
             sequence.fall_back(_reason_without_drafter(opening, link))
         sequence.traceparent = session.start_span(opening)
+        if session.is_tracing(opening.sequence_id):
+            sequence.trace = SequenceTrace(self._settings.step_spans)
         self._thread.post(SequenceOpened(sequence))
 
     def _dial(self, addresses: frozenset[str]) -> None:
@@ -222,9 +222,9 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         for key in output.silent_links:
             if link := self._links.get(key.address):
                 link.drop(key)
-        for record in output.spans:
-            if session := self._sessions.get(record.session_id):
-                session.record(record)
+        for records in output.records:
+            if session := self._sessions.get(records.session_id):
+                session.record(records)
         for session_id, frame in output.session_frames.items():
             if session := self._sessions.get(session_id):
                 session.send(frame)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping
 
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 
-from engine.telemetry import Telemetry, context_of, traceparent_of
+from engine.step_spans import EventRecord
+from engine.telemetry import Telemetry, context_of, is_sampled, traceparent_of
 from outrider.v1 import common_pb2, generation_pb2, verifier_pb2
-from verifier_service.events import SpanRecord
+from verifier_service.events import SequenceRecords
 
 
 class Session:
@@ -34,36 +34,45 @@ class Session:
         self.outbox.put_nowait(frame)
 
     def start_span(self, opening: verifier_pb2.OpenDecoding) -> str:
-        """Begin the span of a sequence; the traceparent for what belongs below it, empty when it is not traced."""
-        if not self._telemetry.is_enabled:
+        """Begin the span of a sequence whose trace is sampled; the traceparent for what belongs below it."""
+        if not self._telemetry.is_enabled or not is_sampled(opening.traceparent):
             # The drafter may trace where we do not.
             return opening.traceparent
-        parent = context_of(opening.traceparent)
-        if parent is None:
-            return ""
         self.end_span(opening.sequence_id, "the gateway used the sequence's id again")
         span = self._telemetry.tracer.start_span(
             f"decode {self._model}",
-            context=parent,
+            context=context_of(opening.traceparent),
             kind=SpanKind.SERVER,
             attributes={"outrider.request_id": opening.request_id, "gen_ai.request.model": self._model},
         )
+        if not span.is_recording():
+            # A sampler of the operator's own.
+            return traceparent_of(span)
         if opening.drafter_address:
             span.set_attribute("outrider.drafter.address", opening.drafter_address)
         self._spans[opening.sequence_id] = span
         return traceparent_of(span)
 
-    def record(self, record: SpanRecord) -> None:
-        """Make a span of a part of a sequence's work that is over."""
-        parent = self._spans.get(record.sequence_id)
+    def is_tracing(self, sequence_id: int) -> bool:
+        """Whether the sequence has a span."""
+        return sequence_id in self._spans
+
+    def record(self, noted: SequenceRecords) -> None:
+        """Make spans and events of what the engine noted for a sequence."""
+        parent = self._spans.get(noted.sequence_id)
         if parent is None:
             return
-        context = context_of(traceparent_of(parent))
-        attributes: Mapping[str, str | int | float] = record.attributes
-        span = self._telemetry.tracer.start_span(
-            record.name, context=context, start_time=record.start_ns, attributes=attributes
-        )
-        span.end(record.end_ns)
+        context = set_span_in_context(parent)
+        for record in noted.records:
+            if isinstance(record, EventRecord):
+                parent.add_event(record.name, record.attributes, record.time_ns)
+                continue
+            span = self._telemetry.tracer.start_span(
+                record.name, context=context, start_time=record.start_ns, attributes=record.attributes
+            )
+            span.end(record.end_ns)
+        if noted.is_closed:
+            self.end_span(noted.sequence_id)
 
     def end_span(self, sequence_id: int, description: str = "") -> None:
         """End the span of a sequence, if there is one; with a description it counts as failed."""

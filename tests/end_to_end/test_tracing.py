@@ -77,7 +77,9 @@ async def test_one_trace_from_client_to_drafter(
         assert span.parent_span_id == decode.span_id
     steps = receiver.named("verify_step")
     assert {step.parent_span_id for step in steps} == {decode.span_id}
-    assert len(steps) == finished.speculation.num_steps - 1, "every step but the prompt's own"
+    num_steps = sum(attributes(step).get("outrider.num_steps", 1) for step in steps)
+    assert num_steps == finished.speculation.num_steps - 1, "every step but the prompt's own"
+    assert len(steps) < 32 + 10, "steps beyond the first ones are folded"
     for key, total in (
         ("outrider.num_draft_tokens", finished.speculation.num_draft_tokens),
         ("outrider.num_accepted_tokens", finished.speculation.num_accepted_tokens),

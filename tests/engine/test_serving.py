@@ -10,6 +10,7 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from engine.health import LIVENESS
 from engine.serving import Registration, Server, channel_options, run
 from engine.settings import ServiceSettings
 from outrider.v1 import generation_pb2, generation_pb2_grpc
@@ -47,12 +48,19 @@ def make_server(component: Component, **fields: object) -> Server:
     return Server(settings, component, [registration])
 
 
-async def health(address: str) -> set[int]:
+async def checks(address: str) -> dict[str, int]:
+    """Status by name, of every name that a probe may ask for."""
     async with grpc.aio.insecure_channel(address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
         return {
-            int((await stub.Check(health_pb2.HealthCheckRequest(service=service))).status) for service in ("", NAME)
+            name: int((await stub.Check(health_pb2.HealthCheckRequest(service=name))).status)
+            for name in ("", NAME, LIVENESS)
         }
+
+
+async def health(address: str) -> set[int]:
+    """Statuses of the names that say whether new work is welcome."""
+    return {status for name, status in (await checks(address)).items() if name != LIVENESS}
 
 
 async def test_start_and_stop_in_order() -> None:
@@ -80,6 +88,48 @@ async def test_not_serving_while_draining_and_no_longer_than_allowed(caplog: pyt
         await stopping
     assert component.log == ["start", "drain", "stop"]
     assert "still busy" in caplog.text
+
+
+async def test_the_port_for_probes_says_what_the_service_says() -> None:
+    """Catches a liveness probe that would kill a service for loading or draining."""
+    loaded = asyncio.Event()
+    component = Component(busy=60)
+    component.start = loaded.wait  # type: ignore[assignment]
+    server = make_server(component, drain_seconds=0.3, health_listen="127.0.0.1:0")
+    starting = asyncio.create_task(server.start())
+    async with asyncio.timeout(5):
+        while not server.address:
+            await asyncio.sleep(0.01)
+    assert server.health_address not in ("", server.address)
+
+    async def states() -> list[dict[str, int]]:
+        return [await checks(address) for address in (server.address, server.health_address)]
+
+    serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING
+    seen = [await states()]
+    loaded.set()
+    await starting
+    seen.append(await states())
+    stopping = asyncio.create_task(server.stop())
+    await asyncio.sleep(0.1)
+    seen.append(await states())
+    await stopping
+    assert seen == [[{"": ready, NAME: ready, LIVENESS: serving}] * 2 for ready in (not_serving, serving, not_serving)]
+    with pytest.raises(grpc.aio.AioRpcError):
+        await checks(server.health_address)
+
+
+async def test_the_port_for_probes_offers_nothing_else() -> None:
+    server = make_server(Component(), health_listen="127.0.0.1:0")
+    await server.start()
+    async with grpc.aio.insecure_channel(server.health_address) as channel:
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await generation_pb2_grpc.GenerationServiceStub(channel).GetModel(generation_pb2.GetModelRequest())
+    assert caught.value.code() == grpc.StatusCode.UNIMPLEMENTED
+    assert caught.value.details() == "Method not found!"
+    with pytest.raises(OSError, match=f"^health_listen: cannot bind {server.health_address}"):
+        await make_server(Component(), health_listen=server.health_address).start()
+    await server.stop()
 
 
 async def test_no_calls_before_it_has_loaded() -> None:

@@ -66,6 +66,7 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             protocol_version=1, name="fake", revision="r1", vocabulary_size=VOCABULARY_SIZE, max_length=CONTEXT_LENGTH
         )
         self.drafters: list[verifier_pb2.DrafterStatus] = []
+        self.max_running = 0
         self.script = script
         self.frames: list[verifier_pb2.DecodeRequest] = []
         self.opened: dict[int, verifier_pb2.OpenDecoding] = {}
@@ -90,7 +91,8 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
             self._server = None
 
     async def GetInfo(self, request: Any, context: Any) -> verifier_pb2.VerifierServiceGetInfoResponse:
-        return verifier_pb2.VerifierServiceGetInfoResponse(identity=self.identity)
+        load = verifier_pb2.VerifierLoad(max_running=self.max_running)
+        return verifier_pb2.VerifierServiceGetInfoResponse(identity=self.identity, load=load)
 
     async def Decode(self, request_iterator: Any, context: Any) -> AsyncIterator[verifier_pb2.DecodeResponse]:
         self.num_streams += 1
@@ -156,8 +158,8 @@ class RunningGateway:
 
     @property
     def num_sequences(self) -> int:
-        """Places taken in the table."""
-        return len(self.gateway._table)
+        """Requests that run or whose answer is still being delivered."""
+        return self.gateway._admission.num_open
 
     @property
     def links(self) -> list[Any]:
@@ -167,7 +169,7 @@ class RunningGateway:
     async def is_idle(self) -> None:
         """Return once nothing is left of any sequence."""
         await eventually(lambda: self.num_sequences == 0)
-        assert not self.gateway._table._sequences
+        assert self.gateway._admission.num_running == 0
         assert all(not link._decodings for link in self.links)
         assert not +self.gateway._pool._num_by_drafter
 

@@ -151,7 +151,7 @@ async def test_draining_finishes_what_runs_and_refuses_what_is_new(verifier: Fak
         verifier.send(update(sequence_id, [4]))
         assert (await call.read()).HasField("started")
         stopping = asyncio.create_task(running.stop())
-        await eventually(lambda: running.gateway._table._is_draining)
+        await eventually(lambda: running.gateway._admission.is_draining)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await complete(running, token_ids=token_ids(1))
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE

@@ -290,7 +290,7 @@ async def test_update_that_contradicts_itself_ends_one_sequence(
 
 
 async def test_full_gateway_says_when_to_come_again(verifier: FakeVerifier) -> None:
-    async with running_gateway(verifier, max_concurrent_sequences=1) as running:
+    async with running_gateway(verifier, max_concurrent_sequences=1, max_queued_requests=0) as running:
         call = running.stub.Generate(generation_pb2.GenerateRequest(token_ids=token_ids(1)))
         sequence_id = (await verifier.next_open()).sequence_id
         with pytest.raises(grpc.aio.AioRpcError) as caught:

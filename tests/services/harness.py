@@ -33,7 +33,11 @@ from verifier_service.target import make_target
 
 @asynccontextmanager
 async def running_drafter(
-    settings: DrafterSettings, telemetry: Telemetry | None = None, drafter: Drafter | None = None
+    settings: DrafterSettings,
+    telemetry: Telemetry | None = None,
+    drafter: Drafter | None = None,
+    *,
+    step_spans: int = 32,
 ) -> AsyncIterator[Server]:
     """A drafter on a free port, or the port that the settings name."""
     service = DrafterService(
@@ -41,6 +45,7 @@ async def running_drafter(
         max_sequences=settings.max_sequences,
         target_revision=settings.target_revision,
         telemetry=telemetry or Telemetry(),
+        step_spans=step_spans,
     )
     registration = Registration(
         "outrider.v1.DrafterService", lambda s: drafter_pb2_grpc.add_DrafterServiceServicer_to_server(service, s)

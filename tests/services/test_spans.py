@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 
 import pytest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
@@ -10,6 +11,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode, format_span_id, format_trace_id
 
+from engine.step_spans import StepSpans
 from engine.telemetry import Telemetry
 from outrider.v1 import common_pb2, verifier_pb2
 from tests.services.conftest import Pair
@@ -23,6 +25,7 @@ from tests.services.harness import (
     verifier_settings,
 )
 from tests.services.reference import prompts
+from verifier_service.sequence_trace import SequenceTrace
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 TRACEPARENT = f"00-{TRACE_ID}-{PARENT_ID}-01"
@@ -178,6 +181,118 @@ async def test_a_verifier_that_does_not_trace_passes_the_trace_on(pair: Pair) ->
         await client.decode(PROMPT, drafter=drafter.address, max_tokens=10, traceparent=TRACEPARENT)
         assert not service._sessions or not next(iter(service._sessions.values()))._spans
     assert {parent_of(span) for span in recorder.named("draft draft")} == {PARENT_ID}
+
+
+async def test_steps_beyond_the_first_ones_are_folded(pair: Pair) -> None:
+    """Catches spans without bound at full load, and folded steps that lose what they counted."""
+    target, draft = pair
+    verifier_spans, drafter_spans = Recorder(), Recorder()
+    async with (
+        running_drafter(drafter_settings(model=draft), drafter_spans.telemetry, step_spans=3) as drafter,
+        running_verifier(verifier_settings(target, step_spans=3), verifier_spans.telemetry) as (verifier, _),
+        decode_client(verifier.address) as client,
+    ):
+        await client.use_drafters(drafter.address)
+        result = await client.decode(PROMPT, drafter=drafter.address, max_tokens=60, traceparent=TRACEPARENT)
+        await eventually(lambda: len(drafter_spans.named("drafts draft")) > 0)
+        # One that the gateway closes has its last steps in the trace all the same.
+        closed, partial = client.open(PROMPT, traceparent=TRACEPARENT.replace(PARENT_ID, "1" * 16))
+        await eventually(lambda: len(partial.token_ids) > 5)
+        client.send(verifier_pb2.DecodeRequest(closes=[closed]))
+        await eventually(lambda: len(verifier_spans.named("decode target")) == 2)
+    first, second = verifier_spans.named("decode target")
+    alone = [span for span in verifier_spans.named("verify_step") if parent_of(span) == id_of(first)]
+    folded = [span for span in verifier_spans.named("verify_steps") if parent_of(span) == id_of(first)]
+    assert len(alone) == 3
+    num_folded = [int((span.attributes or {})["outrider.num_steps"]) for span in folded]  # type: ignore[arg-type]
+    assert set(num_folded[:-1]) == {3}
+    assert 3 + sum(num_folded) == result.num_steps - 1
+    for key, total in (
+        ("outrider.num_draft_tokens", result.num_drafted),
+        ("outrider.num_accepted_tokens", result.num_accepted),
+    ):
+        assert sum(int((span.attributes or {})[key]) for span in alone + folded) == total  # type: ignore[arg-type]
+    for before, after in itertools.pairwise(folded):
+        assert (before.end_time or 0) <= (after.start_time or 0)
+    for span in folded:
+        numbers = dict(span.attributes or {})
+        assert 0 < numbers["outrider.slowest_step_seconds"] <= numbers["outrider.busy_seconds"]  # type: ignore[operator]
+    assert [parent_of(span) for span in verifier_spans.named("verify_steps")].count(id_of(second)) >= 1
+    assert len(drafter_spans.named("draft draft")) == 3
+
+
+async def test_the_time_of_a_request_has_no_holes(pair: Pair) -> None:
+    """What a step waited for, and the step itself, add up to the time since the step before."""
+    target, draft = pair
+    recorder = Recorder()
+    async with (
+        running_drafter(drafter_settings(model=draft)) as drafter,
+        running_verifier(verifier_settings(target), recorder.telemetry) as (verifier, _),
+        decode_client(verifier.address) as client,
+    ):
+        await client.use_drafters(drafter.address)
+        await asyncio.gather(
+            client.decode(PROMPT, drafter=drafter.address, max_tokens=40, traceparent=TRACEPARENT),
+            client.decode(PROMPT[:9], drafter=drafter.address, max_tokens=40),
+        )
+    steps = recorder.named("verify_step")
+    gaps, explained = 0.0, 0.0
+    for before, after in itertools.pairwise(steps):
+        numbers = {key: float(value) for key, value in (after.attributes or {}).items()}  # type: ignore[arg-type]
+        gaps += ((after.start_time or 0) - (before.end_time or 0)) * 1e-9
+        explained += numbers["outrider.draft_wait_seconds"] + numbers["outrider.turn_wait_seconds"]
+        assert 1 <= numbers["outrider.batch_size"] <= 2
+        if numbers["outrider.draft_wait_seconds"]:
+            parts = numbers["outrider.draft_seconds"] + numbers["outrider.wire_seconds"]
+            assert parts == pytest.approx(numbers["outrider.draft_wait_seconds"])
+    assert explained == pytest.approx(gaps, rel=0.2, abs=0.05)
+    (prefill,) = recorder.named("prefill")
+    assert (prefill.attributes or {})["outrider.num_prompt_tokens"] == len(PROMPT)
+    (queue,) = recorder.named("queue")
+    assert (queue.attributes or {})["outrider.num_running"] in (1, 2)
+
+
+async def test_preemption_shows(pair: Pair) -> None:
+    """Catches the worst of all delays going unnoticed: a sequence that lost its KV blocks."""
+    target, _ = pair
+    recorder = Recorder()
+    settings = verifier_settings(target, num_blocks=16, max_num_batched_tokens=64)
+    async with running_verifier(settings, recorder.telemetry) as (verifier, _), decode_client(verifier.address) as one:
+        await asyncio.gather(
+            *(one.decode(PROMPT, max_tokens=150, traceparent=TRACEPARENT, ignore_eos=True) for _ in range(3))
+        )
+    lost = recorder.named("preempted")
+    assert lost
+    decodes = {id_of(span): span for span in recorder.named("decode target")}
+    for span in lost:
+        events = [event for event in decodes[parent_of(span)].events if event.name == "outrider.preempted"]
+        assert any(event.timestamp == span.start_time for event in events)
+        assert all(int((event.attributes or {})["outrider.num_lost_tokens"]) > 0 for event in events)  # type: ignore[arg-type]
+    assert {parent_of(span) for span in recorder.named("recompute")} <= {parent_of(span) for span in lost}
+
+
+@pytest.mark.parametrize("traceparent", [TRACEPARENT[:-2] + "00", ""])
+async def test_what_is_not_sampled_costs_nothing(pair: Pair, monkeypatch: pytest.MonkeyPatch, traceparent: str) -> None:
+    """Catches spans, or records of what may become spans, that are made only to be thrown away."""
+    target, draft = pair
+    verifier_spans, drafter_spans = Recorder(), Recorder()
+
+    def fail(*_: object, **__: object) -> None:
+        raise AssertionError("something was made for a trace that nobody keeps")
+
+    for telemetry in (verifier_spans.telemetry, drafter_spans.telemetry):
+        monkeypatch.setattr(telemetry.tracer, "start_span", fail)
+    monkeypatch.setattr(SequenceTrace, "__init__", fail)
+    monkeypatch.setattr(StepSpans, "__init__", fail)
+    async with (
+        running_drafter(drafter_settings(model=draft), drafter_spans.telemetry) as drafter,
+        running_verifier(verifier_settings(target), verifier_spans.telemetry) as (verifier, _),
+        decode_client(verifier.address) as client,
+    ):
+        await client.use_drafters(drafter.address)
+        result = await client.decode(PROMPT, drafter=drafter.address, max_tokens=20, traceparent=traceparent)
+        assert len(result.token_ids) == 20
+        assert result.num_accepted > 0
 
 
 async def test_nothing_is_recorded_when_nobody_listens(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

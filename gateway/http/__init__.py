@@ -1,0 +1,1 @@
+"""The gateway's HTTP front. Imported only where `http_listen` is set."""

@@ -1,0 +1,35 @@
+"""The HTTP front's application: every route that the gateway serves, put together here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from starlette.applications import Starlette
+from starlette.routing import BaseRoute
+
+from engine.telemetry import Telemetry
+from gateway.generator import Generator
+from gateway.http.health import health_routes
+from gateway.settings import GatewaySettings
+from gateway.tokenizer import Tokenizer
+from gateway.verifier_pool import VerifierPool
+
+
+@dataclass(frozen=True)
+class Front:
+    """What the routes are made of: the gateway's own parts, the same ones that its gRPC front uses."""
+
+    settings: GatewaySettings
+    generator: Generator
+    pool: VerifierPool
+    tokenizer: Tokenizer | None
+    telemetry: Telemetry
+    # Whether new requests are welcome: false while loading and from the moment of draining.
+    is_serving: Callable[[], bool]
+
+
+def make_app(front: Front) -> Starlette:
+    """The ASGI application."""
+    routes: list[BaseRoute] = [*health_routes(front.is_serving)]
+    return Starlette(routes=routes)

@@ -1,0 +1,80 @@
+"""The life of the HTTP front: when it binds, what probes hear, how it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+
+import httpx
+import pytest
+
+from engine.settings import BadSettingsError
+from engine.telemetry import Telemetry
+from gateway.gateway import make_server
+from gateway.settings import GatewaySettings
+from outrider.v1 import generation_pb2
+from tests.gateway.fake_verifier import FakeVerifier, eventually, running_gateway, token_ids
+from tests.gateway.test_settings import ROOT
+
+LISTEN = "127.0.0.1:0"
+
+
+async def get(address: str, path: str) -> int:
+    async with httpx.AsyncClient(trust_env=False) as client:
+        return (await client.get(f"http://{address}{path}")).status_code
+
+
+async def test_probes_hear_of_loading_serving_and_draining(verifier: FakeVerifier) -> None:
+    """Catches a load balancer that is sent to a gateway without a verifier, and a probe that kills one for loading."""
+    await verifier.stop()
+    settings = GatewaySettings(verifiers=(verifier.address,), listen=LISTEN, http_listen=LISTEN, drain_seconds=5)
+    server = make_server(settings, None, Telemetry())
+    gateway = server._component
+    starting = asyncio.create_task(server.start())
+    await eventually(lambda: gateway.http_address != "")
+    address = gateway.http_address
+    assert [await get(address, "/healthz"), await get(address, "/livez")] == [503, 200]
+    await verifier.start()
+    await asyncio.wait_for(starting, 10)
+    assert [await get(address, "/healthz"), await get(address, "/livez")] == [200, 200]
+    await server.stop()
+    with pytest.raises(httpx.ConnectError):
+        await get(address, "/livez")
+
+
+async def test_draining_shows_while_a_request_runs(verifier: FakeVerifier) -> None:
+    async with running_gateway(verifier, http_listen=LISTEN) as running:
+        address = running.gateway.http_address
+        call = running.stub.Generate(generation_pb2.GenerateRequest(token_ids=token_ids(1, 2)))
+        await verifier.next_open()
+        stopping = asyncio.create_task(running.stop())
+        await asyncio.sleep(0.05)
+        assert [await get(address, "/healthz"), await get(address, "/livez")] == [503, 200]
+        call.cancel()
+        await asyncio.wait_for(stopping, 10)
+
+
+async def test_a_taken_port_is_named(verifier: FakeVerifier) -> None:
+    settings = GatewaySettings(verifiers=(verifier.address,), listen=LISTEN, http_listen=verifier.address)
+    server = make_server(settings, None, Telemetry())
+    with pytest.raises(OSError, match="http_listen"):
+        await asyncio.wait_for(server.start(), 10)
+    await server.abandon()
+
+
+def test_the_setting_is_checked() -> None:
+    with pytest.raises(BadSettingsError, match="http_listen"):
+        GatewaySettings.load(["--verifiers", "a:1", "--http-listen", "8080"], program="gateway")
+
+
+def test_no_http_no_packages_for_it() -> None:
+    """Catches an import that makes every gateway carry what only one with HTTP needs."""
+    names = ("starlette", "uvicorn", "jinja2")
+    code = f"import sys, gateway.__main__; sys.exit(any(name in sys.modules for name in {names}))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
+def test_http_brings_no_torch() -> None:
+    code = "import sys, gateway.http.app, gateway.http.server; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
