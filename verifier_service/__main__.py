@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 
-from engine.serving import Registration, Server, run, set_up_logging
+from engine.logs import set_up_logging
+from engine.serving import Registration, Server, run
 from engine.settings import BadSettingsError
 from engine.telemetry import Telemetry
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
@@ -27,7 +28,7 @@ def main(arguments: list[str]) -> int:
     """Run until told to stop; the process's exit status."""
     try:
         settings = VerifierSettings.load(arguments, program="python -m verifier_service")
-        set_up_logging(settings.log_level, "verifier")
+        set_up_logging(settings.log_level, "verifier", settings.log_format)
         telemetry = Telemetry.from_environment("verifier")
         return run(lambda: make_server(settings, telemetry))
     except (BadSettingsError, ValueError) as error:
