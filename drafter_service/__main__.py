@@ -7,7 +7,8 @@ import sys
 from drafter_service.factory import make_drafter, resolve_busy_poll
 from drafter_service.service import DrafterService
 from drafter_service.settings import DrafterSettings
-from engine.serving import Registration, Server, run, set_up_logging
+from engine.logs import set_up_logging
+from engine.serving import Registration, Server, run
 from engine.settings import BadSettingsError
 from engine.telemetry import Telemetry
 from outrider.v1 import drafter_pb2, drafter_pb2_grpc
@@ -34,7 +35,7 @@ def main(arguments: list[str]) -> int:
     """Run until told to stop; the process's exit status."""
     try:
         settings = DrafterSettings.load(arguments, program="python -m drafter_service")
-        set_up_logging(settings.log_level, "drafter")
+        set_up_logging(settings.log_level, "drafter", settings.log_format)
         telemetry = Telemetry.from_environment("drafter")
         busy_poll_seconds = resolve_busy_poll(settings)
         return run(

@@ -17,6 +17,7 @@ from drafter_service.sequence import DraftSequence
 from engine.batch import SequenceSlice
 from engine.block_manager import BlockManager
 from engine.cuda_graph import GraphPool
+from engine.logs import about
 from engine.model_runner import ModelRunner
 from engine.sampling_tensors import SamplingTensors, new_history, penalized
 from kernels.draft_sample import draft_sample
@@ -144,7 +145,8 @@ class ModelDrafter:
             victim = next((held for held in self._holding if held not in keep), None)
             if victim is None:
                 return False
-            logger.debug("evicting the cache of sequence %d", victim.sequence_id)
+            with about(victim.subject):
+                logger.debug("evicting the cache of a sequence")
             self.release(victim)
         return True
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from engine.block_manager import BlockTable
 from engine.errors import InvalidArgumentError
+from engine.logs import Subject
 from engine.sampling_parameters import SamplingParameters
 from engine.step_spans import StepSpans
 from outrider.v1 import drafter_pb2
@@ -38,6 +39,11 @@ class DraftSequence:
     early_verdicts: list[drafter_pb2.Verdict] | None = field(default_factory=list)
     num_computed: int = 0
     block_ids: BlockTable = field(default_factory=BlockTable)
+
+    @property
+    def subject(self) -> Subject:
+        """What logs call it."""
+        return Subject(sequence_id=self.sequence_id, traceparent=self.traceparent)
 
     @property
     def length(self) -> int:

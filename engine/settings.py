@@ -21,6 +21,8 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from engine.logs import LogFormat
+
 SERVICES = ("GATEWAY", "VERIFIER", "DRAFTER")
 
 
@@ -68,6 +70,9 @@ class ServiceSettings(BaseSettings):
     )
     log_level: str = Field(
         default="INFO", pattern="^(DEBUG|INFO|WARNING|ERROR)$", description="least severe log line that is written"
+    )
+    log_format: LogFormat = Field(
+        default="auto", description="text for a person or json for a collector; auto is text on a terminal"
     )
 
     @classmethod

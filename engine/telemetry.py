@@ -6,7 +6,7 @@ Imports no torch: the gateway uses it too.
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from opentelemetry import trace
@@ -14,9 +14,18 @@ from opentelemetry.context import Context
 from opentelemetry.sdk.resources import SERVICE_NAME, SERVICE_NAMESPACE, Resource
 from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExporter, SpanExporter
+from opentelemetry.sdk.trace.sampling import Sampler
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 _PROPAGATOR = TraceContextTextMapPropagator()
+_SAMPLERS = {
+    "always_on",
+    "always_off",
+    "traceidratio",
+    "parentbased_always_on",
+    "parentbased_always_off",
+    "parentbased_traceidratio",
+}
 
 
 @dataclass(frozen=True)
@@ -28,16 +37,25 @@ class Telemetry:
     _provider: TracerProvider | None = None
 
     @classmethod
-    def from_environment(cls, service: str, environment: Mapping[str, str] | None = None) -> Telemetry:
+    def from_environment(
+        cls,
+        service: str,
+        environment: Mapping[str, str] | None = None,
+        *,
+        wrap_sampler: Callable[[Sampler], Sampler] | None = None,
+    ) -> Telemetry:
         """The telemetry that OTEL_* variables ask for: none unless OTEL_TRACES_EXPORTER or an OTLP endpoint is set.
 
-        Raises ValueError for an exporter or protocol that is not supported.
+        Raises ValueError for an exporter, protocol or sampler that is not supported.
         """
         environment = os.environ if environment is None else environment
         exporter = _exporter(environment)
         if exporter is None:
             return cls()
+        _check_sampler(environment)
         provider = TracerProvider(resource=_resource(service))
+        if wrap_sampler is not None:
+            provider.sampler = wrap_sampler(provider.sampler)
         provider.add_span_processor(BatchSpanProcessor(exporter))
         return cls.from_provider(provider)
 
@@ -86,6 +104,21 @@ def _resource(service: str) -> Resource:
         if key != SERVICE_NAME or not str(value).startswith("unknown_service")
     }
     return Resource({**defaults, **detected})
+
+
+def _check_sampler(environment: Mapping[str, str]) -> None:
+    # The SDK traces everything where it does not understand what the operator wrote.
+    name = environment.get("OTEL_TRACES_SAMPLER", "parentbased_always_on").strip().lower()
+    if name not in _SAMPLERS:
+        raise ValueError(f"OTEL_TRACES_SAMPLER: {name!r} is none of {', '.join(sorted(_SAMPLERS))}")
+    ratio = environment.get("OTEL_TRACES_SAMPLER_ARG", "")
+    if ratio and name.endswith("ratio"):
+        try:
+            is_ratio = 0 <= float(ratio) <= 1
+        except ValueError:
+            is_ratio = False
+        if not is_ratio:
+            raise ValueError(f"OTEL_TRACES_SAMPLER_ARG: {ratio!r} is no ratio from 0 to 1")
 
 
 def _exporter(environment: Mapping[str, str]) -> SpanExporter | None:

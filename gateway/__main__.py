@@ -5,12 +5,14 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from engine.serving import run, set_up_logging
+from engine.logs import set_up_logging
+from engine.serving import run
 from engine.settings import BadSettingsError
 from engine.telemetry import Telemetry
 from gateway.gateway import make_server
 from gateway.settings import GatewaySettings
 from gateway.tokenizer import Tokenizer
+from gateway.trace_sampler import limited
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -18,11 +20,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         settings = GatewaySettings.load(sys.argv[1:] if arguments is None else arguments, program="python -m gateway")
         tokenizer = Tokenizer.from_directory(settings.tokenizer) if settings.tokenizer is not None else None
-        telemetry = Telemetry.from_environment("gateway")
+        telemetry = Telemetry.from_environment("gateway", wrap_sampler=limited(settings.max_traces_per_second))
     except (BadSettingsError, ValueError) as error:
         print(f"gateway: {error}", file=sys.stderr)
         return 2
-    set_up_logging(settings.log_level, "gateway")
+    set_up_logging(settings.log_level, "gateway", settings.log_format)
     try:
         return run(lambda: make_server(settings, tokenizer, telemetry))
     finally:

@@ -11,9 +11,10 @@ import grpc
 
 from engine.errors import OutriderError
 from engine.telemetry import Telemetry
-from gateway.generator import Event, Generator
+from gateway.generator import Generator
 from gateway.request_trace import RequestTrace
 from gateway.verifier_pool import VerifierPool
+from gateway.watcher import Event
 from outrider.v1 import generation_pb2, generation_pb2_grpc
 
 GENERATE = "outrider.v1.GenerationService/Generate"

@@ -8,12 +8,13 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Iterator
+from contextlib import aclosing, contextmanager
 
 import grpc
 
 from engine.errors import OutriderError
+from engine.logs import Subject, about
 from engine.wire import pack_tokens
 from gateway.admission import Admission, Place
 from gateway.auth import ANONYMOUS, Caller
@@ -23,11 +24,11 @@ from gateway.sequence import Sequence
 from gateway.tokenizer import Tokenizer
 from gateway.validation import check_prompt, check_request
 from gateway.verifier_pool import Route, VerifierPool
+from gateway.watcher import Event as Event
+from gateway.watcher import Watcher
 from outrider.v1 import generation_pb2, verifier_pb2
 
 logger = logging.getLogger(__name__)
-
-Event = generation_pb2.Started | generation_pb2.Chunk | generation_pb2.Finished
 
 # Statuses that say something about the verifier and nothing about the request: another verifier may do better.
 ELSEWHERE = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED)
@@ -45,6 +46,8 @@ class Generator:
         self._model_name = model_name
         # None is ever used again.
         self._sequence_ids = itertools.count(1)
+        # Who looks on, if anybody.
+        self.watcher: Watcher | None = None
 
     @property
     def model_name(self) -> str:
@@ -88,9 +91,29 @@ class Generator:
                 seed=request.sampling.seed if request.sampling.HasField("seed") else secrets.randbits(63),
             )
             request_trace.requested(request, request_id=started.request_id, seed=started.seed)
-            async with aclosing(self._decode(request, sequence, started, place, request_trace)) as events:
-                async for event in events:
-                    yield event
+            subject = Subject(started.request_id, sequence.sequence_id, request_trace.traceparent)
+            with about(subject), self._watched(sequence) as watcher:
+                async with aclosing(self._decode(request, sequence, started, place, request_trace)) as events:
+                    async for event in events:
+                        if watcher is not None:
+                            watcher.saw(sequence.sequence_id, event)
+                            if not request.token_texts and isinstance(event, generation_pb2.Chunk):
+                                # They were made for the watcher alone.
+                                for token in event.tokens:
+                                    token.ClearField("text")
+                        yield event
+
+    @contextmanager
+    def _watched(self, sequence: Sequence) -> Iterator[Watcher | None]:
+        watcher = self.watcher
+        if watcher is None:
+            yield None
+            return
+        sequence.has_token_texts |= watcher.wants_texts
+        try:
+            yield watcher
+        finally:
+            watcher.lost(sequence.sequence_id)
 
     async def _tokenize(
         self, request: generation_pb2.GenerateRequest, place: Place, request_trace: RequestTrace
@@ -127,12 +150,14 @@ class Generator:
         except OutriderError as error:
             if has_sent or error.code not in ELSEWHERE:
                 raise
-            route.link.shun()
+            refused = route
+            refused.link.shun()
             try:
-                route = self._pool.route(request.speculation.mode, without=(route.link,))
+                route = self._pool.route(request.speculation.mode, without=(refused.link,))
             except OutriderError:
                 raise error from None
-            logger.info("request %r goes on to verifier %s: %s", started.request_id, route.link.address, error)
+            request_trace.refused_by(refused.link.address, error)
+            logger.info("going on to verifier %s: %s", route.link.address, error)
             sequence.restart()
         async with aclosing(self._decode_on(route, request, sequence, started, place, request_trace)) as events:
             async for event in events:
@@ -169,7 +194,9 @@ class Generator:
                 if chunk is not None:
                     if request_trace.has_prompts:
                         texts.append(chunk.text)
+                    since = request_trace.sending()
                     yield chunk
+                    request_trace.sent(since)
         if sequence.error is not None:
             raise sequence.error
         finished = sequence.finished()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -11,12 +13,18 @@ import grpc
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind, Status, StatusCode
 
+from engine.logs import Subject, about
 from engine.telemetry import Telemetry, context_of, traceparent_of
 from outrider.v1 import common_pb2, generation_pb2
+
+logger = logging.getLogger(__name__)
 
 OPERATION = "text_completion"
 # What is shorter is not worth a span of its own.
 MIN_SPAN_NS = 1_000_000
+# A client that lets a piece of its answer wait for so long gets an event, the first few times.
+SLOW_CLIENT_SECONDS = 0.1
+MAX_SLOW_CLIENT_EVENTS = 16
 
 # The conventions' words; both kinds of stop token are a plain stop.
 FINISH_REASONS = {
@@ -39,13 +47,20 @@ SERVER_FAULTS = frozenset(
 )
 
 
-@dataclass(frozen=True)
+@dataclass
 class RequestTrace:
-    """Writes what happens to a request into its span; without a span every method does nothing."""
+    """Writes what happens to a request into its span, if it has one, and one line about its end into the log."""
 
     telemetry: Telemetry
     span: trace.Span | None = None
     has_prompts: bool = False
+    # Of the request's trace, sampled or not: for the services below and for logs; empty where nothing traces.
+    traceparent: str = ""
+    _client_wait_seconds: float = 0.0
+    _num_slow_deliveries: int = 0
+    _has_first_token: bool = False
+    _request_id: str = ""
+    _finished: generation_pb2.Finished | None = None
 
     @classmethod
     def start(
@@ -66,15 +81,12 @@ class RequestTrace:
                 **attributes,
             },
         )
-        return cls(telemetry, span, has_prompts)
-
-    @property
-    def traceparent(self) -> str:
-        """For the services below, so that their spans become this one's children; empty when nothing is traced."""
-        return "" if self.span is None else traceparent_of(self.span)
+        # The span of a trace that is not sampled only has ids: they go on, so that nothing below samples it either.
+        return cls(telemetry, span if span.is_recording() else None, has_prompts, traceparent_of(span))
 
     def requested(self, request: generation_pb2.GenerateRequest, *, request_id: str, seed: int) -> None:
         """A request that passed the checks."""
+        self._request_id = request_id
         if self.span is None:
             return
         sampling, stopping = request.sampling, request.stopping
@@ -85,7 +97,8 @@ class RequestTrace:
                 attributes[f"gen_ai.request.{name}"] = float(f"{getattr(sampling, name):.7g}")
         if stopping.HasField("max_tokens"):
             attributes["gen_ai.request.max_tokens"] = stopping.max_tokens
-        if stopping.stop:
+        if stopping.stop and self.has_prompts:
+            # Text of the client's, as a prompt is.
             attributes["gen_ai.request.stop_sequences"] = list(stopping.stop)
         self.span.set_attributes(attributes)
         if self.has_prompts and request.prompt:
@@ -93,32 +106,41 @@ class RequestTrace:
 
     def queued(self, started_ns: int, ended_ns: int) -> None:
         """The request waited for a place between these times of `time.time_ns`, in the end perhaps in vain."""
-        if self.span is None or ended_ns - started_ns < MIN_SPAN_NS:
-            return
-        child = self.telemetry.tracer.start_span(
-            "admission", context=trace.set_span_in_context(self.span), start_time=started_ns
-        )
-        child.end(ended_ns)
+        self._child("admission", started_ns, ended_ns, {})
 
     def tokenized(self, started_ns: int, ended_ns: int, num_tokens: int) -> None:
         """The prompt was tokenized between these times of `time.time_ns`."""
-        if self.span is None or ended_ns - started_ns < MIN_SPAN_NS:
-            return
-        child = self.telemetry.tracer.start_span(
-            "tokenize",
-            context=trace.set_span_in_context(self.span),
-            start_time=started_ns,
-            attributes={"outrider.num_prompt_tokens": num_tokens},
-        )
-        child.end(ended_ns)
+        self._child("tokenize", started_ns, ended_ns, {"outrider.num_prompt_tokens": num_tokens})
 
     def routed(self, verifier: str, drafter: str) -> None:
-        """The services that the sequence was opened with; no drafter when empty."""
+        """The services that the sequence is opened with; no drafter when empty."""
         if self.span is None:
             return
-        self.span.set_attribute("outrider.verifier", verifier)
-        if drafter:
-            self.span.set_attribute("outrider.drafter", drafter)
+        attributes = {"outrider.verifier": verifier, "outrider.drafter": drafter}
+        self.span.set_attributes(attributes)
+        self.span.add_event("outrider.routed", attributes)
+
+    def refused_by(self, verifier: str, error: Exception) -> None:
+        """A verifier did not take the sequence, which goes on to another one."""
+        if self.span is not None:
+            self.span.add_event("outrider.rerouted", {"outrider.verifier": verifier, "exception.message": str(error)})
+
+    def sending(self) -> float:
+        """A piece of the answer is on its way to the client; the time to hand to `sent`."""
+        if self.span is not None and not self._has_first_token:
+            self._has_first_token = True
+            self.span.add_event("outrider.first_token")
+        return time.monotonic()
+
+    def sent(self, since: float) -> None:
+        """The client's connection has taken what was sent at `since`: until then, it held the request up."""
+        if self.span is None:
+            return
+        seconds = time.monotonic() - since
+        self._client_wait_seconds += seconds
+        if seconds >= SLOW_CLIENT_SECONDS and self._num_slow_deliveries < MAX_SLOW_CLIENT_EVENTS:
+            self._num_slow_deliveries += 1
+            self.span.add_event("outrider.slow_client", {"outrider.client_wait_seconds": seconds})
 
     def fell_back(self, fallback: common_pb2.Fallback) -> None:
         """The sequence went on without a drafter."""
@@ -132,6 +154,7 @@ class RequestTrace:
 
     def finished(self, finished: generation_pb2.Finished, model: str, text: str) -> None:
         """The last message to the client; `text` is kept only where prompts are traced."""
+        self._finished = finished
         if self.span is None:
             return
         speculation, timings = finished.speculation, finished.timings
@@ -159,14 +182,42 @@ class RequestTrace:
 
     def end(self, code: grpc.StatusCode, message: str = "") -> None:
         """The call ended with this status."""
+        with about(Subject(self._request_id, traceparent=self.traceparent)):
+            self._log(code, message)
         if self.span is None:
             return
         self.span.set_attribute("rpc.response.status_code", code.name)
+        self.span.set_attribute("outrider.client_wait_seconds", self._client_wait_seconds)
         if code is not grpc.StatusCode.OK:
             self.span.set_attribute("error.type", code.name)
         if code in SERVER_FAULTS:
             self.span.set_status(Status(StatusCode.ERROR, message))
         self.span.end()
+
+    def _log(self, code: grpc.StatusCode, message: str) -> None:
+        level = logging.WARNING if code in SERVER_FAULTS else logging.INFO
+        if not logger.isEnabledFor(level):
+            return
+        if self._finished is None:
+            # Messages about bad input may quote it: the client gets to read them, the log does not.
+            reason = "" if code is grpc.StatusCode.INVALID_ARGUMENT else message
+            logger.log(level, "a request ended with %s%s", code.name, f": {reason}" if reason else "")
+            return
+        usage, timings = self._finished.usage, self._finished.timings
+        numbers = {
+            "num_prompt_tokens": usage.num_prompt_tokens,
+            "num_output_tokens": usage.num_output_tokens,
+            "time_to_first_token_seconds": round(timings.time_to_first_token_seconds, 4),
+            "total_seconds": round(timings.total_seconds, 4),
+        }
+        logger.log(level, "a request ended with %s", code.name, extra=numbers)
+
+    def _child(self, name: str, started_ns: int, ended_ns: int, attributes: Mapping[str, Any]) -> None:
+        if self.span is None or ended_ns - started_ns < MIN_SPAN_NS:
+            return
+        context = trace.set_span_in_context(self.span)
+        child = self.telemetry.tracer.start_span(name, context=context, start_time=started_ns, attributes=attributes)
+        child.end(ended_ns)
 
 
 def _messages(role: str, text: str, **more: str) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 
 from engine.device import resolve_busy_poll
-from engine.serving import Registration, Server, run, set_up_logging
+from engine.logs import set_up_logging
+from engine.serving import Registration, Server, run
 from engine.settings import BadSettingsError
 from engine.telemetry import Telemetry
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
@@ -28,7 +29,7 @@ def main(arguments: list[str]) -> int:
     """Run until told to stop; the process's exit status."""
     try:
         settings = VerifierSettings.load(arguments, program="python -m verifier_service")
-        set_up_logging(settings.log_level, "verifier")
+        set_up_logging(settings.log_level, "verifier", settings.log_format)
         telemetry = Telemetry.from_environment("verifier")
         busy_poll_seconds = resolve_busy_poll(settings.busy_poll_seconds, settings.device)
         return run(

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import grpc
 
 from engine.errors import code_number
+from engine.logs import about
 from engine.wire import pack_tokens
 from outrider.v1 import common_pb2, drafter_pb2, generation_pb2, verifier_pb2
 from verifier_service.drafting import DraftingLinks
@@ -193,7 +194,8 @@ class VerifierEngine:
                 if sequence.trace is not None:
                     sequence.trace.drafted(draft_seconds)
             except ProposalError as error:
-                logger.warning("request %s goes on without its drafter: %s", sequence.request_id, error)
+                with about(sequence.subject):
+                    logger.warning("going on without the drafter: %s", error)
                 self._fall_back(sequence, common_pb2.FALLBACK_REASON_DRAFTER_LOST)
 
     def _take_refusal(self, key: LinkKey, refusal: drafter_pb2.NoProposal, draft_seconds: float) -> None:
@@ -204,7 +206,8 @@ class VerifierEngine:
         if sequence.trace is not None:
             sequence.trace.drafted(draft_seconds)
         if reason is not None:
-            logger.info("request %s goes on without its drafter: %s", sequence.request_id, refusal.detail)
+            with about(sequence.subject):
+                logger.info("going on without the drafter: %s", refusal.detail)
             self._fall_back(sequence, reason)
 
     def _drafted_by(self, key: LinkKey, link_sequence_id: int) -> TargetSequence | None:
@@ -229,7 +232,8 @@ class VerifierEngine:
             self._num_failures += 1
             if self._num_failures >= MAX_FAILURES_IN_A_ROW:
                 raise
-            logger.exception("a step of %d sequences failed", len(batch))
+            request_ids = [part.sequence.request_id for part in batch]
+            logger.exception("a step of %d sequences failed", len(batch), extra={"request_ids": request_ids})
             for part in batch:
                 message = f"the target model failed: {type(error).__name__}"
                 self._fail(part.sequence, grpc.StatusCode.INTERNAL, message)

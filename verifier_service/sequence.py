@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine.block_manager import BlockTable
+from engine.logs import Subject
 from engine.sampling_parameters import SamplingParameters
 from kernels.penalties import TokenHistory
 from outrider.v1 import common_pb2
@@ -75,6 +76,11 @@ class TargetSequence:
     behind_since: float | None = None
     num_late_in_a_row: int = 0
     has_had_proposal: bool = False
+
+    @property
+    def subject(self) -> Subject:
+        """What logs call it."""
+        return Subject(self.request_id, self.sequence_id, self.traceparent)
 
     @property
     def length(self) -> int:

@@ -8,7 +8,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import get_current_span
 
-from engine.telemetry import Telemetry, context_of, traceparent_of
+from engine.telemetry import Telemetry, context_of, is_sampled, traceparent_of
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -50,6 +50,11 @@ def test_spans_where_somebody_listens(environment: dict[str, str]) -> None:
     [
         ({"OTEL_TRACES_EXPORTER": "zipkin"}, "OTEL_TRACES_EXPORTER"),
         ({"OTEL_TRACES_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/json"}, "OTEL_EXPORTER_OTLP_PROTOCOL"),
+        ({"OTEL_TRACES_EXPORTER": "otlp", "OTEL_TRACES_SAMPLER": "sometimes"}, "OTEL_TRACES_SAMPLER"),
+        (
+            {"OTEL_TRACES_EXPORTER": "otlp", "OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "1%"},
+            "OTEL_TRACES_SAMPLER_ARG",
+        ),
     ],
 )
 def test_what_is_not_supported_is_refused(environment: dict[str, str], name: str) -> None:
@@ -93,6 +98,15 @@ def test_trace_context_there_and_back() -> None:
 )
 def test_what_is_no_trace_context(bad: str) -> None:
     assert context_of(bad) is None
+
+
+@pytest.mark.parametrize(
+    ("traceparent", "expected"),
+    [(PARENT, True), (PARENT[:-2] + "00", False), (PARENT[:-2] + "03", True), (PARENT[:-2] + "zz", False), ("", False),
+     ("x" * 53 + "01", False)],
+)  # fmt: skip
+def test_sampled_or_not(traceparent: str, expected: bool) -> None:
+    assert is_sampled(traceparent) is expected
 
 
 def test_a_span_outside_a_trace_has_no_traceparent() -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import logging
+import re
 
 import grpc
 import pytest
@@ -11,10 +14,20 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
+from engine.logs import JsonFormatter
 from engine.telemetry import Telemetry
+from engine.wire import pack_tokens
 from gateway.tokenizer import Tokenizer
 from outrider.v1 import common_pb2, generation_pb2, verifier_pb2
-from tests.gateway.fake_verifier import FakeVerifier, complete, eventually, running_gateway, token_ids, update
+from tests.gateway.fake_verifier import (
+    FakeVerifier,
+    complete,
+    eventually,
+    rest_of,
+    running_gateway,
+    token_ids,
+    update,
+)
 
 LENGTH = generation_pb2.FINISH_REASON_LENGTH
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
@@ -101,7 +114,10 @@ async def test_span_of_a_completed_request(
     assert {key: attributes.get(key) for key in expected} == expected
     assert "error.type" not in attributes
     assert span.status.status_code is StatusCode.UNSET
-    (event,) = span.events
+    routed, first_token, event = span.events
+    assert routed.name == "outrider.routed"
+    assert dict(routed.attributes or {}) == {"outrider.verifier": verifier.address, "outrider.drafter": ""}
+    assert first_token.name == "outrider.first_token"
     assert event.name == "outrider.fallback"
     assert dict(event.attributes or {}) == {
         "outrider.fallback.reason": "DRAFTER_LOST",
@@ -116,7 +132,8 @@ async def test_prompts_stay_out_of_traces_by_default(
 ) -> None:
     verifier.script = script
     async with running_gateway(verifier, tokenizer=tokenizer, telemetry=telemetry) as running:
-        await complete(running, prompt="secret")
+        stopping = generation_pb2.StoppingParameters(stop=["secret too"])
+        await complete(running, prompt="secret", stopping=stopping)
     span = await only_span(exporter)
     assert "secret" not in span.to_json()
     assert "gen_ai.output.messages" not in (span.attributes or {})
@@ -182,3 +199,104 @@ async def test_nothing_is_traced_when_nobody_listens(verifier: FakeVerifier) -> 
         call = running.stub.Generate(REQUEST, metadata=(("traceparent", PARENT),))
         assert [response.WhichOneof("event") async for response in call][-1] == "finished"
     assert (await verifier.next_open()).traceparent == ""
+
+
+async def test_a_trace_that_is_not_sampled_goes_on_unsampled(
+    verifier: FakeVerifier, telemetry: Telemetry, exporter: InMemorySpanExporter
+) -> None:
+    """Catches services below that would begin traces of their own, or pay for spans that nobody keeps."""
+    verifier.script = script
+    async with running_gateway(verifier, telemetry=telemetry) as running:
+        call = running.stub.Generate(REQUEST, metadata=(("traceparent", PARENT[:-2] + "00"),))
+        assert [response.WhichOneof("event") async for response in call][-1] == "finished"
+        message = await verifier.next_open()
+    assert message.traceparent.startswith(f"00-{TRACE_ID}-")
+    assert message.traceparent.endswith("-00")
+    assert not exporter.get_finished_spans()
+
+
+async def test_a_slow_client_shows(
+    verifier: FakeVerifier, telemetry: Telemetry, exporter: InMemorySpanExporter
+) -> None:
+    """Catches a client's own slowness being taken for ours."""
+    # More than what the connection holds for a client that does not read.
+    steps, per_step = 60, 20_000
+    ids = [7] * per_step
+
+    def long_script(message: verifier_pb2.OpenDecoding) -> list[verifier_pb2.SequenceUpdate]:
+        return [update(message.sequence_id, ids)]
+
+    verifier.script = long_script
+    async with running_gateway(verifier, telemetry=telemetry) as running:
+        call = running.stub.Generate(REQUEST)
+        await call.read()
+        sequence_id = (await verifier.next_open()).sequence_id
+        for step in range(steps):
+            # One by one, or they would be a single chunk.
+            verifier.send(update(sequence_id, ids, finish=LENGTH if step == steps - 1 else None))
+            await asyncio.sleep(0.005)
+        await asyncio.sleep(0.3)
+        await rest_of(call)
+    span = await only_span(exporter)
+    events = [event for event in span.events if event.name == "outrider.slow_client"]
+    assert events
+    assert float((span.attributes or {})["outrider.client_wait_seconds"]) >= 0.2  # type: ignore[arg-type]
+
+
+async def test_a_request_that_goes_elsewhere_shows(
+    verifier: FakeVerifier, other_verifier: FakeVerifier, telemetry: Telemetry, exporter: InMemorySpanExporter
+) -> None:
+    def refuse(message: verifier_pb2.OpenDecoding) -> list[verifier_pb2.SequenceUpdate]:
+        code = grpc.StatusCode.RESOURCE_EXHAUSTED.value[0]
+        return [update(message.sequence_id, error=verifier_pb2.SequenceError(code=code, message="full"))]
+
+    verifier.script, other_verifier.script = refuse, refuse
+    async with running_gateway(verifier, other_verifier, telemetry=telemetry) as running:
+        await eventually(lambda: all(link.is_ready for link in running.links))
+        with pytest.raises(grpc.aio.AioRpcError):
+            await complete(running, token_ids=token_ids(1))
+    span = await only_span(exporter)
+    routed, rerouted, routed_again = span.events
+    assert rerouted.name == "outrider.rerouted"
+    assert (rerouted.attributes or {})["exception.message"] == "full"
+    addresses = {(event.attributes or {})["outrider.verifier"] for event in (routed, routed_again)}
+    assert addresses == {verifier.address, other_verifier.address}
+
+
+async def test_logs_name_the_request_and_none_of_its_text(
+    verifier: FakeVerifier,
+    tokenizer: Tokenizer,
+    telemetry: Telemetry,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Catches prompts and completions in logs, at any level, however a request ends."""
+    caplog.set_level(logging.DEBUG)
+    caplog.handler.setFormatter(JsonFormatter("gateway"))
+    hush = await tokenizer.encode("hush")
+    verifier.script = lambda message: [update(message.sequence_id, hush, finish=LENGTH)]
+    async with running_gateway(verifier, tokenizer=tokenizer, telemetry=telemetry) as running:
+        stopping = generation_pb2.StoppingParameters(stop=["secret stop"])
+        completion = await complete(running, prompt="secret prompt", request_id="r-7", stopping=stopping)
+        assert completion.text == "hush"
+        for bad in ({"stop": ["secret" * 1000]}, {"max_tokens": 0}):
+            with pytest.raises(grpc.aio.AioRpcError):
+                await complete(running, prompt="secret prompt", stopping=generation_pb2.StoppingParameters(**bad))
+        verifier.script = lambda message: [
+            verifier_pb2.SequenceUpdate(sequence_id=message.sequence_id, token_ids=pack_tokens([5]))
+        ]
+        with pytest.raises(grpc.aio.AioRpcError, match="malformed"):
+            await complete(running, prompt="secret prompt")
+        verifier.script = None
+        call = running.stub.Generate(generation_pb2.GenerateRequest(prompt="secret prompt"))
+        await eventually(lambda: len(verifier.opened) == 3)
+        verifier.break_stream()
+        with pytest.raises(grpc.aio.AioRpcError):
+            await call.read()
+    lines = [json.loads(line) for line in caplog.text.splitlines() if line.startswith("{")]
+    assert not re.search("secret|hush", caplog.text)
+    (ended,) = (line for line in lines if line.get("request_id") == "r-7")
+    assert ended["message"] == "a request ended with OK"
+    assert ended["num_output_tokens"] == len(hush)
+    assert len(ended["trace_id"]) == 32
+    ends = [line["message"].split()[4] for line in lines if line["message"].startswith("a request ended")]
+    assert sorted(ends) == ["INTERNAL:", "INVALID_ARGUMENT", "INVALID_ARGUMENT", "OK", "UNAVAILABLE:"]
