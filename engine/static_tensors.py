@@ -37,30 +37,51 @@ class TensorSpec:
 
 
 class StaticTensors:
-    """Named tensors in one buffer on the device and their mirror on the host.
+    """Named tensors in one buffer on the device and their mirrors on the host.
 
     `host` are numpy views of pinned memory, `device` the tensors at fixed addresses. The caller keeps a copy in one
-    direction from overlapping the use of its source: a step ends with a wait, which is enough.
+    direction from overlapping the use of its source: by a wait, or by taking the next mirror with `turn`.
     """
 
-    def __init__(self, specs: Mapping[str, TensorSpec], device: torch.device) -> None:
+    def __init__(self, specs: Mapping[str, TensorSpec], device: torch.device, *, num_mirrors: int = 1) -> None:
         num_bytes = sum(spec.num_bytes for spec in specs.values())
-        self._host = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
         self._device = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
-        self.host: dict[str, npt.NDArray[Any]] = {}
         self.device: dict[str, torch.Tensor] = {}
-        host = self._host.numpy()
         start = 0
         for name, spec in specs.items():
             end = start + math.prod(spec.shape) * spec.dtype.itemsize
-            self.host[name] = host[start:end].view(_NUMPY[spec.dtype]).reshape(spec.shape)
             self.device[name] = self._device[start:end].view(spec.dtype).view(spec.shape)
             start += spec.num_bytes
+        self._mirrors = [_Mirror(specs, num_bytes, is_pinned=device.type == "cuda") for _ in range(num_mirrors)]
+        self._index = 0
+
+    @property
+    def host(self) -> dict[str, npt.NDArray[Any]]:
+        """The mirror in use, by name."""
+        return self._mirrors[self._index].arrays
+
+    def turn(self) -> None:
+        """Use the mirror that has rested longest."""
+        self._index = (self._index + 1) % len(self._mirrors)
 
     def upload(self) -> None:
         """Copy all of the host's side to the device, without waiting."""
-        self._device.copy_(self._host, non_blocking=True)
+        self._device.copy_(self._mirrors[self._index].buffer, non_blocking=True)
 
     def download(self) -> None:
         """Copy all of the device's side to the host, without waiting."""
-        self._host.copy_(self._device, non_blocking=True)
+        self._mirrors[self._index].buffer.copy_(self._device, non_blocking=True)
+
+
+class _Mirror:
+    """One copy of all tensors on the host."""
+
+    def __init__(self, specs: Mapping[str, TensorSpec], num_bytes: int, *, is_pinned: bool) -> None:
+        self.buffer = torch.zeros(num_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+        self.arrays: dict[str, npt.NDArray[Any]] = {}
+        host = self.buffer.numpy()
+        start = 0
+        for name, spec in specs.items():
+            end = start + math.prod(spec.shape) * spec.dtype.itemsize
+            self.arrays[name] = host[start:end].view(_NUMPY[spec.dtype]).reshape(spec.shape)
+            start += spec.num_bytes

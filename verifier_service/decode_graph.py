@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from engine.batch import Batch
@@ -21,6 +22,9 @@ from engine.static_tensors import StaticTensors, TensorSpec
 from kernels.rejection_sample import rejection_sample
 from verifier_service.proposal_buffer import DraftTokens
 from verifier_service.sequence import TargetSequence
+
+# Steps that may be launched and not yet collected: one that the device works on, and one that it finds when it is done.
+MAX_STEPS_IN_FLIGHT = 2
 
 
 @dataclass(frozen=True)
@@ -69,12 +73,31 @@ class DecodeGraphs:
             and draft.candidate_ids.shape[1] <= self._num_candidates
         )
 
-    def run(self, sequences: Sequence[TargetSequence], drafts: Sequence[DraftTokens]) -> list[tuple[int, list[int]]]:
-        """One step of at most `max_sequences` that fit; see `DecodeGraph.run`."""
+    def launch(self, sequences: Sequence[TargetSequence], drafts: Sequence[DraftTokens]) -> GraphRun:
+        """Begin a step of at most `max_sequences` that fit; see `DecodeGraph.launch`."""
         query_len = self._max_draft_tokens + 1 if any(len(draft) for draft in drafts) else 1
         is_filtered = any(sequence.sampling.has_filters for sequence in sequences)
         num_sequences = next(bucket for bucket in self._buckets if bucket >= len(sequences))
-        return self._graphs[GraphShape(num_sequences, query_len, is_filtered)].run(sequences, drafts)
+        return self._graphs[GraphShape(num_sequences, query_len, is_filtered)].launch(sequences, drafts)
+
+
+class GraphRun:
+    """A step that was launched; its results are on the host when it is done."""
+
+    def __init__(self, results: npt.NDArray[np.int32], event: torch.cuda.Event | None) -> None:
+        self._results = results  # [num_sequences, query_len + 1]
+        self._event = event
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `collect` would not wait."""
+        return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
+
+    def collect(self) -> list[tuple[int, list[int]]]:
+        """For each sequence the number of accepted draft tokens, and all tokens that it commits. Waits."""
+        if self._event is not None:
+            self._event.synchronize()
+        return [(row[0], row[1 : row[0] + 2]) for row in self._results.tolist()]
 
 
 class DecodeGraph:
@@ -104,8 +127,9 @@ class DecodeGraph:
             "min_p": TensorSpec((batch,), f32),
             "block_tables": TensorSpec((batch, max_blocks), i32),
         }
-        self._inputs = StaticTensors(specs, runner.device)
-        self._outputs = StaticTensors({"results": TensorSpec((batch, shape.query_len + 1), i32)}, runner.device)
+        self._inputs = StaticTensors(specs, runner.device, num_mirrors=MAX_STEPS_IN_FLIGHT)
+        results = {"results": TensorSpec((batch, shape.query_len + 1), i32)}
+        self._outputs = StaticTensors(results, runner.device, num_mirrors=MAX_STEPS_IN_FLIGHT)
         self._logit_rows = torch.arange(num_tokens, device=runner.device)
         self._graph: torch.cuda.CUDAGraph | None = None
 
@@ -115,8 +139,13 @@ class DecodeGraph:
         self._inputs.upload()
         self._graph = pool.capture(self._compute)
 
-    def run(self, sequences: Sequence[TargetSequence], drafts: Sequence[DraftTokens]) -> list[tuple[int, list[int]]]:
-        """One step; for each sequence the number of accepted draft tokens, and all tokens that it commits."""
+    def launch(self, sequences: Sequence[TargetSequence], drafts: Sequence[DraftTokens]) -> GraphRun:
+        """Begin a step, behind what the device does already.
+
+        The step before the last one must have been collected: its mirrors are used again.
+        """
+        self._inputs.turn()
+        self._outputs.turn()
         self._fill(sequences, drafts)
         self._inputs.upload()
         if self._graph is None:
@@ -124,10 +153,11 @@ class DecodeGraph:
         else:
             self._graph.replay()
         self._outputs.download()
+        event = None
         if self._runner.device.type == "cuda":
-            torch.cuda.current_stream(self._runner.device).synchronize()
-        results = self._outputs.host["results"][: len(sequences)].tolist()
-        return [(row[0], row[1 : row[0] + 2]) for row in results]
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record(torch.cuda.current_stream(self._runner.device))
+        return GraphRun(self._outputs.host["results"][: len(sequences)], event)
 
     @torch.inference_mode()
     def _compute(self) -> None:

@@ -15,6 +15,7 @@ from engine.handshake import check_compatible
 from engine.serving import channel_options
 from outrider.v1 import common_pb2, drafter_pb2, drafter_pb2_grpc, verifier_pb2
 from verifier_service.events import Event, LinkDown, LinkUp, ProposalsArrived
+from verifier_service.proposal_buffer import parse_proposals
 from verifier_service.sequence import LinkKey
 
 logger = logging.getLogger(__name__)
@@ -136,7 +137,8 @@ class DrafterLink:
             key = self.key
             assert key is not None
             async for frame in frames:
-                self._post(ProposalsArrived(key, _parsed(frame)))
+                drafts = parse_proposals(_parsed(frame).proposals, self._identity.vocabulary_size)
+                self._post(ProposalsArrived(key, frame, drafts))
                 self._has_heard = True
         except asyncio.CancelledError:
             # Either this task was cancelled, or `drop` cancelled the call: only the latter goes on dialling.

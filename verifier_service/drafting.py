@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from engine.wire import pack_tokens
 from outrider.v1 import common_pb2, drafter_pb2
+from verifier_service.gathering import Gathering
 from verifier_service.proposal_buffer import DraftTokens
 from verifier_service.sequence import LinkKey, TargetSequence
 
@@ -31,8 +32,9 @@ class _Link:
 class DraftingLinks:
     """Links to drafters as the engine knows them, and the waiting of sequences for their proposals."""
 
-    def __init__(self, draft_timeout: float) -> None:
+    def __init__(self, draft_timeout: float, gathering: Gathering) -> None:
         self._draft_timeout = draft_timeout
+        self._gathering = gathering
         self._links: dict[LinkKey, _Link] = {}
 
     def add(self, key: LinkKey, max_length: int) -> None:
@@ -92,6 +94,7 @@ class DraftingLinks:
         if len(sequence.proposals):
             sequence.num_late_in_a_row = 0
             sequence.proposal_bytes += proposal.ByteSize()
+            self._gathering.answered(sequence)
             self._end_wait(sequence)
 
     def take_refusal(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc
 
@@ -26,7 +26,9 @@ from verifier_service.events import (
     SessionClosed,
     StepOutput,
 )
-from verifier_service.proposal_buffer import ProposalError, parse_proposals
+from verifier_service.gathering import Gathering
+from verifier_service.pipeline import Finished, Pipeline
+from verifier_service.proposal_buffer import DraftTokens, ProposalError
 from verifier_service.scheduler import Scheduled, Scheduler
 from verifier_service.sequence import LinkKey, TargetSequence
 from verifier_service.sequence_trace import Step
@@ -62,17 +64,24 @@ class VerifierEngine:
         max_waiting: int,
         split_from: int,
         draft_timeout: float,
+        is_polling: bool = False,
     ) -> None:
         self._target = target
         self._max_running = max_running
         self._split_from = split_from
         self._max_waiting = max_waiting
-        self._links = DraftingLinks(draft_timeout)
+        self._gathering = Gathering()
+        self._links = DraftingLinks(draft_timeout, self._gathering)
         self._sequences: dict[tuple[int, int], TargetSequence] = {}
         self._by_link_id: dict[int, TargetSequence] = {}
         self._output = StepOutput()
         self._num_failures = 0
         self._is_stepping = False
+        self._pipeline = Pipeline(target)
+        self._unreported: list[_Committed] = []
+        # Whether the thread may look for news while a step is in flight; else it sleeps until the step has come back.
+        self._is_polling = is_polling
+        self._has_news = False
 
     def load(self) -> None:
         """Load the target model and warm it up."""
@@ -82,10 +91,15 @@ class VerifierEngine:
             max_running=self._max_running,
             max_num_batched_tokens=self._target.max_num_batched_tokens,
             split_from=self._split_from,
+            gathering=self._gathering if self._target.graphs is not None else None,
         )
 
     def handle(self, event: Event) -> None:
         """Take in what has happened outside."""
+        self._has_news = True
+        if not isinstance(event, ProposalsArrived):
+            # What was committed before is told before what follows from the event.
+            self._report()
         match event:
             case SequenceOpened(sequence):
                 self._open(sequence)
@@ -105,9 +119,9 @@ class VerifierEngine:
                 self._links.remove(key)
                 for sequence in [s for s in self._sequences.values() if s.drafter == key]:
                     self._fall_back(sequence, common_pb2.FALLBACK_REASON_DRAFTER_LOST)
-            case ProposalsArrived(key, frame):
+            case ProposalsArrived(key, frame, drafts):
                 if self._links.has_heard(key):
-                    self._take_proposals(key, frame.proposals, frame.step_seconds)
+                    self._take_proposals(key, frame.proposals, drafts, frame.step_seconds)
                     for refusal in frame.no_proposals:
                         self._take_refusal(key, refusal, frame.step_seconds)
 
@@ -120,24 +134,63 @@ class VerifierEngine:
             self._is_stepping = False
 
     def _step(self, emit: Callable[[StepOutput], None]) -> float | None:
+        if self._pipeline and not self._has_news and not self._pipeline.is_oldest_done and self._is_worth_polling:
+            time.sleep(0)  # lets the event loop have the interpreter
+            return 0.0
+        self._has_news = False
         self._give_up_waiting()
+        has_begun = not self._is_full and self._begin_step(emit)
+        # While the device works on the new step, the gateways are told of the one before.
+        self._report()
+        self._flush(emit)
+        if self._pipeline and (self._pipeline.is_oldest_done or not self._is_worth_polling):
+            self._finish(self._pipeline.collect(), emit)
+        return 0.0 if self._pipeline or self._unreported or has_begun else self._time_until_something()
+
+    @property
+    def _is_full(self) -> bool:
+        """Whether a step has to come back before the next can begin."""
+        return self._pipeline.is_full or (bool(self._pipeline) and self._scheduler.is_short)
+
+    @property
+    def _is_worth_polling(self) -> bool:
+        """Whether something may come up, before a step is back, that could begin at once."""
+        has_others = len(self._scheduler.running) > self._pipeline.num_sequences or bool(self._scheduler.waiting)
+        return self._is_polling and has_others and not self._is_full
+
+    def _begin_step(self, emit: Callable[[StepOutput], None]) -> bool:
+        """Begin the next step, or run it where nothing can be in flight; False when there is nothing to do."""
         batch, admitted = self._scheduler.schedule()
         for sequence in admitted:
             self._admit(sequence)
         # Openings leave before the forward pass, so that drafter and target compute a prompt at the same time.
         self._flush(emit)
         if not batch:
-            return self._links.time_until_late(self._scheduler.running)
-        for committed in self._run(batch, emit):
-            self._report(committed)
-        self._flush(emit)
-        return 0.0
+            return False
+        self._gathering.began(part.sequence for part in batch if part.is_sampled)
+        start_ns = time.time_ns()
+        try:
+            if self._pipeline.launch(batch):
+                return True
+            while self._pipeline:
+                self._finish(self._pipeline.collect(), emit)
+            start_ns = time.time_ns()
+            finished = Finished(Step(batch, start_ns, 0), verify(self._target, batch))
+        except Exception as error:
+            finished = Finished(Step(batch, start_ns, 0), (), error)
+        self._finish(replace(finished, step=Step(batch, start_ns, time.time_ns())), emit)
+        return True
+
+    def _time_until_something(self) -> float | None:
+        """Seconds until a wait for proposals is over; None when nothing waits."""
+        times = [self._links.time_until_late(self._scheduler.running), self._gathering.time_left()]
+        return min((seconds for seconds in times if seconds is not None), default=None)
 
     @property
     def is_busy(self) -> bool:
         """Whether any sequence runs, waits or has something left to be told; safe to ask from any thread."""
         # In this order: a sequence is taken out before its end is reported, which the same step does.
-        return bool(self._sequences) or bool(self._output) or self._is_stepping
+        return bool(self._sequences) or bool(self._unreported) or bool(self._output) or self._is_stepping
 
     def load_report(self) -> verifier_pb2.VerifierLoad:
         """How busy the engine is; safe to call from any thread."""
@@ -182,8 +235,14 @@ class VerifierEngine:
             self._by_link_id[sequence.link_sequence_id] = sequence
             self._output.link(sequence.drafter).opens.append(self._links.opening(sequence))
 
-    def _take_proposals(self, key: LinkKey, proposals: Sequence[drafter_pb2.Proposal], draft_seconds: float) -> None:
-        for proposal, drafts in zip(proposals, parse_proposals(proposals, self._target.vocabulary_size), strict=True):
+    def _take_proposals(
+        self,
+        key: LinkKey,
+        proposals: Sequence[drafter_pb2.Proposal],
+        parsed: Sequence[DraftTokens | ProposalError],
+        draft_seconds: float,
+    ) -> None:
+        for proposal, drafts in zip(proposals, parsed, strict=True):
             sequence = self._drafted_by(key, proposal.sequence_id)
             if sequence is None:
                 continue
@@ -224,32 +283,32 @@ class VerifierEngine:
         for sequence in self._links.go_on_plainly(self._scheduler.running):
             self._fall_back(sequence, common_pb2.FALLBACK_REASON_DRAFTER_OVERLOADED)
 
-    def _run(self, batch: Sequence[Scheduled], emit: Callable[[StepOutput], None]) -> list[_Committed]:
-        start_ns = time.time_ns()
-        try:
-            results = verify(self._target, batch)
-        except Exception as error:
+    def _finish(self, finished: Finished, emit: Callable[[StepOutput], None]) -> None:
+        """Commit what a step found, or end its sequences when it failed. Raises when the device seems dead."""
+        step = finished.step
+        self._has_news = True
+        if finished.error is not None:
             self._num_failures += 1
             if self._num_failures >= MAX_FAILURES_IN_A_ROW:
-                raise
-            request_ids = [part.sequence.request_id for part in batch]
-            logger.exception("a step of %d sequences failed", len(batch), extra={"request_ids": request_ids})
-            for part in batch:
-                message = f"the target model failed: {type(error).__name__}"
+                raise finished.error
+            logger.error("a step of %d sequences failed", len(step.batch), exc_info=finished.error)
+            self._report()
+            for part in step.batch:
+                message = f"the target model failed: {type(finished.error).__name__}"
                 self._fail(part.sequence, grpc.StatusCode.INTERNAL, message)
-            return []
+            return
         self._num_failures = 0
-        step = Step(batch, start_ns, time.time_ns())
-        all_committed = []
-        for part, verified in zip(batch, results, strict=True):
-            part.sequence.num_computed += part.num_new
+        for part, verified in zip(step.batch, finished.results, strict=True):
+            sequence = part.sequence
+            if self._sequences.get((sequence.session_id, sequence.sequence_id)) is not sequence:
+                continue  # closed while the step was in flight
+            sequence.num_computed += part.num_new
             if verified is not None:
-                all_committed.append(self._commit(step, part, verified))
-            elif part.sequence.trace is not None:
-                part.sequence.trace.computed_chunk(step, part)
+                self._unreported.append(self._commit(step, part, verified))
+            elif sequence.trace is not None:
+                sequence.trace.computed_chunk(step, part)
         # Verdicts leave first: while the drafters work on them, the gateways' frames are made.
         self._flush(emit)
-        return all_committed
 
     def _commit(self, step: Step, part: Scheduled, verified: Verified) -> _Committed:
         sequence = part.sequence
@@ -268,7 +327,13 @@ class VerifierEngine:
             self._target.blocks.shrink(sequence.block_ids, sequence.length)
         return _Committed(step, part, verified, position, token_ids, finish_reason)
 
-    def _report(self, committed: _Committed) -> None:
+    def _report(self) -> None:
+        """Tell the gateways what has been committed."""
+        unreported, self._unreported = self._unreported, []
+        for committed in unreported:
+            self._report_one(committed)
+
+    def _report_one(self, committed: _Committed) -> None:
         part, verified, token_ids = committed.part, committed.verified, committed.token_ids
         sequence = part.sequence
         update = self._output.session(sequence.session_id).updates.add(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from engine.step_spans import EventRecord, SpanRecord
 from outrider.v1 import drafter_pb2, verifier_pb2
+from verifier_service.proposal_buffer import DraftTokens, ProposalError
 from verifier_service.sequence import LinkKey, TargetSequence
 
 
@@ -58,10 +59,11 @@ class LinkDown:
 
 @dataclass(frozen=True)
 class ProposalsArrived:
-    """A drafter's frame."""
+    """A drafter's frame, its proposals already parsed: by whoever has the time, which the engine's thread has not."""
 
     key: LinkKey
     frame: drafter_pb2.DraftResponse
+    drafts: Sequence[DraftTokens | ProposalError]  # one for each proposal of the frame
 
 
 Event = SequenceOpened | OpeningRefused | SequencesClosed | SessionClosed | LinkUp | LinkDown | ProposalsArrived

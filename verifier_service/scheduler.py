@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from engine.block_manager import BlockManager
 from kernels.limits import MAX_DRAFT_TOKENS
+from verifier_service.gathering import Gathering
 from verifier_service.sequence import TargetSequence
 
 # A prompt that got nothing for so many steps no longer stands behind those that decode.
@@ -39,7 +40,13 @@ class Scheduler:
     """Sequences that wait and that run. Belongs to the engine's thread."""
 
     def __init__(
-        self, blocks: BlockManager, *, max_running: int, max_num_batched_tokens: int, split_from: int = 1 << 30
+        self,
+        blocks: BlockManager,
+        *,
+        max_running: int,
+        max_num_batched_tokens: int,
+        split_from: int = 1 << 30,
+        gathering: Gathering | None = None,
     ) -> None:
         if max_num_batched_tokens <= MAX_DRAFT_TOKENS:
             raise ValueError(f"max_num_batched_tokens must be above {MAX_DRAFT_TOKENS}, the longest proposal")
@@ -52,6 +59,10 @@ class Scheduler:
         self.running: dict[TargetSequence, None] = {}
         self.num_preemptions = 0
         self._step = 0
+        self._gathering = gathering
+        # Blocks ran out while steps were in flight, whose sequences cannot be preempted: launch nothing until they are
+        # back.
+        self.is_short = False
 
     def add(self, sequence: TargetSequence) -> None:
         """Queue a new sequence."""
@@ -66,8 +77,12 @@ class Scheduler:
         self._blocks.free(sequence.block_ids)
 
     def schedule(self) -> tuple[list[Scheduled], list[TargetSequence]]:
-        """The next step: (its parts, the sequences in it that run for the first time)."""
+        """The next step: (its parts, the sequences in it that run for the first time).
+
+        Sequences of steps in flight are left out.
+        """
         self._step += 1
+        self.is_short = False
         scheduled: dict[TargetSequence, Scheduled] = {}
         budget = self._continue_running(scheduled, self._max_num_batched_tokens)
         admitted = self._admit_waiting(scheduled, budget)
@@ -76,9 +91,12 @@ class Scheduler:
         return list(scheduled.values()), admitted
 
     def _continue_running(self, scheduled: dict[TargetSequence, Scheduled], budget: int) -> int:
-        ready = [s for s in self.running if s.num_missing > 1 or not s.is_waiting_for_proposal]
+        ready = [s for s in self.running if not s.is_in_flight and (s.num_missing > 1 or not s.is_waiting_for_proposal)]
+        held_back = self._held_back(ready)
         num_verified_left = self._most_verified_at_once()
         for sequence in sorted(ready, key=self._order):
+            if sequence in held_back:
+                continue
             if sequence.num_missing == 1 and _num_drafts(sequence):
                 if num_verified_left == 0:
                     continue
@@ -88,18 +106,28 @@ class Scheduler:
             if part is None:
                 continue
             victims = self._make_room(part)
+            if victims is None:
+                break
             budget += sum(scheduled.pop(victim).num_tokens for victim in victims if victim in scheduled)
             if sequence not in victims:
                 scheduled[sequence] = part
                 budget -= part.num_tokens
         return budget
 
+    def _held_back(self, ready: list[TargetSequence]) -> set[TargetSequence]:
+        if self._gathering is None or self._num_speculating() >= self._split_from:
+            return set()
+        return self._gathering.held_back([s for s in ready if s.num_missing == 1 and _num_drafts(s)], self.running)
+
+    def _num_speculating(self) -> int:
+        return sum(1 for sequence in self.running if sequence.is_speculating)
+
     def _most_verified_at_once(self) -> int:
         """Most sequences whose proposals one step verifies.
 
         With many of them, half: while the target verifies one half, the drafter works for the other, and neither waits.
         """
-        num_speculating = sum(1 for sequence in self.running if sequence.is_speculating)
+        num_speculating = self._num_speculating()
         return num_speculating if num_speculating < self._split_from else -(-num_speculating // 2)
 
     def _order(self, sequence: TargetSequence) -> tuple[bool, tuple[int, int]]:
@@ -143,15 +171,19 @@ class Scheduler:
             return None
         return Scheduled(sequence, num_new, num_drafts if is_sampled else 0, is_sampled)
 
-    def _make_room(self, part: Scheduled) -> list[TargetSequence]:
+    def _make_room(self, part: Scheduled) -> list[TargetSequence] | None:
         """Give the part its blocks, preempting those that came last for it; returns them.
 
         The sequence itself is among them when the older ones hold what is missing. The oldest of all always gets its
         blocks, as the whole cache is enough for one sequence of the greatest length: it ends, and then the next oldest.
+        None, and `is_short`, where steps in flight have to come back first.
         """
         sequence = part.sequence
         victims: list[TargetSequence] = []
         while not self._blocks.grow(sequence.block_ids, sequence.num_computed + part.num_tokens):
+            if any(running.is_in_flight for running in self.running):
+                self.is_short = True
+                return None
             victim = next(reversed(self.running))
             self._preempt(victim)
             victims.append(victim)

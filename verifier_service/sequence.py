@@ -76,6 +76,10 @@ class TargetSequence:
     behind_since: float | None = None
     num_late_in_a_row: int = 0
     has_had_proposal: bool = False
+    # Part of a step that was launched and has not come back.
+    is_in_flight: bool = False
+    # Monotonic time at which the last step began, until a proposal answers its verdict.
+    step_began: float | None = None
 
     @property
     def subject(self) -> Subject:

@@ -47,6 +47,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
             max_waiting=settings.max_waiting,
             split_from=settings.split_from,
             draft_timeout=settings.draft_timeout_seconds,
+            is_polling=busy_poll_seconds > 0,
         )
         self._thread: EngineThread[Event, StepOutput] = EngineThread(
             self._engine,

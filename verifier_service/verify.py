@@ -15,6 +15,7 @@ from kernels.logprobs import token_logprobs
 from kernels.penalties import Penalties
 from kernels.rejection_sample import rejection_sample
 from outrider.v1 import common_pb2
+from verifier_service.decode_graph import DecodeGraphs, GraphRun
 from verifier_service.proposal_buffer import DraftTokens, concatenate
 from verifier_service.scheduler import Scheduled
 from verifier_service.target import Target
@@ -30,6 +31,37 @@ class Verified:
     logprobs: Sequence[common_pb2.PositionLogprobs]  # one each, or none at all
 
 
+class Launched:
+    """A step that the device works on, or will when it has done what came before."""
+
+    def __init__(self, batch: Sequence[Scheduled], run: GraphRun) -> None:
+        self._batch = batch
+        self._run = run
+
+    @property
+    def is_done(self) -> bool:
+        """Whether `collect` would not wait."""
+        return self._run.is_done
+
+    def collect(self) -> list[Verified | None]:
+        """What `verify` would have returned. Waits for the device."""
+        return [
+            _verified(part, num_accepted, token_ids, [])
+            for part, (num_accepted, token_ids) in zip(self._batch, self._run.collect(), strict=True)
+        ]
+
+
+def launch(target: Target, batch: Sequence[Scheduled]) -> Launched | None:
+    """Begin a step without waiting for it; None, and nothing done, where it has parts that no graph holds.
+
+    At most `MAX_STEPS_IN_FLIGHT` steps may be begun and not collected, and no two of them may share a sequence.
+    """
+    drafts = [part.sequence.proposals.peek(part.num_drafts) for part in batch]
+    if target.graphs is None or len(_fitting(target.graphs, batch, drafts)) < len(batch):
+        return None
+    return Launched(batch, target.graphs.launch([part.sequence for part in batch], drafts))
+
+
 def verify(target: Target, batch: Sequence[Scheduled]) -> list[Verified | None]:
     """Run a step. The answer has an entry for each part of the batch, None for inner chunks of prompts."""
     drafts = [part.sequence.proposals.peek(part.num_drafts) for part in batch]
@@ -37,16 +69,12 @@ def verify(target: Target, batch: Sequence[Scheduled]) -> list[Verified | None]:
     eager = list(range(len(batch)))
     if target.graphs is not None:
         # Decoding replays a graph; chunks of prompts and what else has no graph follow in a pass of their own.
-        fitting = [
-            index
-            for index, (part, draft) in enumerate(zip(batch, drafts, strict=True))
-            if part.is_sampled and part.num_new == 1 and target.graphs.fits(part.sequence, draft)
-        ]
+        fitting = _fitting(target.graphs, batch, drafts)
         if fitting:
-            found = target.graphs.run(
+            run = target.graphs.launch(
                 [batch[index].sequence for index in fitting], [drafts[index] for index in fitting]
             )
-            for index, (num_accepted, token_ids) in zip(fitting, found, strict=True):
+            for index, (num_accepted, token_ids) in zip(fitting, run.collect(), strict=True):
                 results[index] = _verified(batch[index], num_accepted, token_ids, [])
             eager = sorted(set(eager).difference(fitting))
     if eager:
@@ -54,6 +82,15 @@ def verify(target: Target, batch: Sequence[Scheduled]) -> list[Verified | None]:
         for index, result in zip(eager, verified, strict=True):
             results[index] = result
     return results
+
+
+def _fitting(graphs: DecodeGraphs, batch: Sequence[Scheduled], drafts: Sequence[DraftTokens]) -> list[int]:
+    """The parts that a graph can decode, by their index."""
+    return [
+        index
+        for index, (part, draft) in enumerate(zip(batch, drafts, strict=True))
+        if part.is_sampled and part.num_new == 1 and graphs.fits(part.sequence, draft)
+    ]
 
 
 def _verify_eagerly(target: Target, batch: Sequence[Scheduled], drafts: Sequence[DraftTokens]) -> list[Verified | None]:

@@ -60,10 +60,12 @@ async def running_drafter(
 
 @asynccontextmanager
 async def running_verifier(
-    settings: VerifierSettings, telemetry: Telemetry | None = None
+    settings: VerifierSettings, telemetry: Telemetry | None = None, *, busy_poll_seconds: float = 0.0
 ) -> AsyncIterator[tuple[Server, VerifierService]]:
     """A verifier on a free port."""
-    service = VerifierService(settings, make_target(settings), telemetry or Telemetry())
+    service = VerifierService(
+        settings, make_target(settings), telemetry or Telemetry(), busy_poll_seconds=busy_poll_seconds
+    )
     registration = Registration(
         "outrider.v1.VerifierService", lambda s: verifier_pb2_grpc.add_VerifierServiceServicer_to_server(service, s)
     )
@@ -179,6 +181,10 @@ class DecodeClient:
     def send(self, frame: verifier_pb2.DecodeRequest) -> None:
         """Send any frame."""
         self._outbox.put_nowait(frame)
+
+    def closing(self, sequence_id: int) -> verifier_pb2.DecodeRequest:
+        """The frame that closes a sequence."""
+        return verifier_pb2.DecodeRequest(closes=[sequence_id])
 
     def finish(self) -> None:
         """Send nothing more."""

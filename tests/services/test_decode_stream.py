@@ -135,8 +135,9 @@ async def test_ids_that_are_used_twice_and_ids_that_nobody_opened(pair: Pair) ->
             twice, result = client.open(PROMPT)
             await eventually(lambda: len(client.results[client.last_id].token_ids) > 3)
             client.send(verifier_pb2.DecodeRequest(opens=[opening(twice, logprobs=99)]))
-            await eventually(lambda: verifier_is_empty(client))
+            await eventually(result.done.is_set)
             assert error_of(result)[0] == "INVALID_ARGUMENT"
+            await eventually(lambda: verifier_is_empty(client))
         assert (await client.decode(PROMPT, max_tokens=5)).token_ids == greedy(target, PROMPT, 5)
 
 

@@ -1,0 +1,200 @@
+"""Steps in flight: on a CPU each is computed at its launch and comes back later, on a GPU it really is in flight."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from outrider.v1 import verifier_pb2
+from tests.services.harness import (
+    DecodeClient,
+    Result,
+    decode_client,
+    drafter_settings,
+    eventually,
+    running_drafter,
+    running_verifier,
+    scripted_drafter,
+    verifier_is_empty,
+    verifier_settings,
+)
+from tests.services.reference import greedy
+from tests.services.sequences import LINK, propose, target_sequence
+from tests.services.test_scheduler import decoding, make_scheduler, run
+from verifier_service import gathering
+from verifier_service.decode_graph import DecodeGraphs, GraphRun
+from verifier_service.gathering import Gathering
+from verifier_service.pipeline import Pipeline
+from verifier_service.scheduler import Scheduled
+from verifier_service.sequence import LinkKey, TargetSequence
+from verifier_service.target import Target
+
+PROMPTS = [[index, 7, 3 + index, 5] for index in range(8)]
+
+Pair = tuple[Path, Path]
+
+
+@pytest.fixture
+def depths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Steps in flight after each launch, of verifiers that launch their steps as on a GPU, whatever they run on."""
+    load = Target.load
+
+    def load_with_graphs(target: Target) -> None:
+        load(target)
+        if target.graphs is None:
+            target.graphs = DecodeGraphs(target.runner, max_sequences=8, max_draft_tokens=4, num_candidates=64)
+
+    monkeypatch.setattr(Target, "load", load_with_graphs)
+    found: list[int] = []
+    launch = Pipeline.launch
+
+    def counted(pipeline: Pipeline, batch: Sequence[Scheduled]) -> bool:
+        is_launched = launch(pipeline, batch)
+        found.append(len(pipeline))
+        return is_launched
+
+    monkeypatch.setattr(Pipeline, "launch", counted)
+    return found
+
+
+async def decode_all(client: DecodeClient, drafter: str, *, temperature: float) -> list[Result]:
+    results = [
+        client.open(prompt, drafter=drafter, seed=seed, max_tokens=40, sampling={"temperature": temperature})[1]
+        for seed, prompt in enumerate(PROMPTS)
+    ]
+    for result in results:
+        await eventually(result.done.is_set, timeout=60)
+    return results
+
+
+async def test_steps_in_flight_change_nothing(pair: Pair, depths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a step prepared from what another, still in flight, is about to change."""
+    target, draft = pair
+    numbers = random.Random(0)
+    is_done = GraphRun.is_done.fget  # type: ignore[attr-defined]
+    monkeypatch.setattr(GraphRun, "is_done", property(lambda step: numbers.random() < 0.05 and is_done(step)))
+    async with running_drafter(drafter_settings(model=draft)) as drafter:
+        outputs = []
+        for busy_poll_seconds in (0.0, 0.001):
+            depths.clear()
+            async with (
+                running_verifier(verifier_settings(target, split_from=2), busy_poll_seconds=busy_poll_seconds) as (
+                    verifier,
+                    _,
+                ),
+                decode_client(verifier.address) as client,
+            ):
+                await client.use_drafters(drafter.address)
+                plain = await decode_all(client, drafter.address, temperature=0.0)
+                assert [result.token_ids for result in plain] == [greedy(target, prompt, 40) for prompt in PROMPTS]
+                sampled = await decode_all(client, drafter.address, temperature=1.0)
+                outputs.append([result.token_ids for result in sampled])
+                assert sum(result.num_accepted for result in sampled) > 0
+                await eventually(lambda: verifier_is_empty(client))
+            assert max(depths) == (2 if busy_poll_seconds else 1)
+    assert outputs[0] == outputs[1]
+
+
+async def test_a_sequence_closed_in_flight_ends_there(
+    pair: Pair, depths: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches tokens committed to a sequence that is gone, and blocks that nobody gives back."""
+    target, _ = pair
+    is_held = True
+    is_done = GraphRun.is_done.fget  # type: ignore[attr-defined]
+    monkeypatch.setattr(GraphRun, "is_done", property(lambda step: not is_held and is_done(step)))
+
+    def silent(token_ids: Sequence[int], max_draft_tokens: int) -> Sequence[int]:
+        while is_held:
+            time.sleep(0.01)
+        return ()
+
+    async with (
+        scripted_drafter(silent) as drafter,
+        running_verifier(verifier_settings(target), busy_poll_seconds=0.001) as (verifier, _),
+        decode_client(verifier.address) as client,
+    ):
+        await client.use_drafters(drafter.address)
+        # Its wait for a proposal keeps the engine looking for news while the other one's step is in flight.
+        _, waiting = client.open([1, 2, 3], drafter=drafter.address, max_tokens=6)
+        await eventually(lambda: len(waiting.token_ids) == 1)
+        closed_id, closed = client.open([4, 5, 6], max_tokens=50)
+        await eventually(lambda: bool(closed.token_ids) and 1 in depths)
+        num_tokens = len(closed.token_ids)
+        client.send(client.closing(closed_id))
+        await eventually(lambda: has_running(client, 1))
+        _, again = client.open([4, 5, 6], max_tokens=5)
+        is_held = False
+        await eventually(again.done.is_set)
+        await eventually(waiting.done.is_set)
+        assert len(closed.token_ids) == num_tokens
+        assert again.token_ids == greedy(target, [4, 5, 6], 5)
+        assert waiting.token_ids == greedy(target, [1, 2, 3], 6)
+        await eventually(lambda: verifier_is_empty(client))
+
+
+async def has_running(client: DecodeClient, num_running: int) -> bool:
+    info = await client.stub.GetInfo(verifier_pb2.VerifierServiceGetInfoRequest())
+    return info.load.num_running == num_running
+
+
+def test_nobody_in_flight_is_preempted() -> None:
+    """Catches blocks taken from a sequence whose step is still reading them, and a scheduler that then stands still."""
+    scheduler, blocks = make_scheduler(num_blocks=4)
+    first, second = (decoding(scheduler, blocks, length=7, drafter=None) for _ in range(2))
+    second.is_in_flight = True
+    first.token_ids.append(0)
+    first.num_computed = 8
+    assert run(scheduler, blocks) == []
+    assert scheduler.is_short
+    assert second in scheduler.running
+    second.is_in_flight = False
+    assert [part.sequence for part in run(scheduler, blocks)] == [first]
+    assert not scheduler.is_short
+    assert second not in scheduler.running
+
+
+class Clock:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(gathering.time, "monotonic", lambda: self.now)
+
+
+def speculating(drafter: LinkKey = LINK, *, is_ready: bool) -> TargetSequence:
+    sequence = target_sequence(4, drafter=drafter, num_computed=4, num_committed_here=1)
+    sequence.token_ids.append(0)
+    if is_ready:
+        propose(sequence, [1, 2])
+    return sequence
+
+
+def test_few_sequences_of_a_drafter_are_verified_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches two groups that take turns for ever, and one that waits for another drafter's or for a lost answer."""
+    clock = Clock(monkeypatch)
+    other = LinkKey("drafter:2", 1)
+    ready, elsewhere = speculating(is_ready=True), speculating(other, is_ready=True)
+    missing = speculating(is_ready=False)
+    running = [ready, elsewhere, missing]
+    found = Gathering()
+    assert found.held_back([ready, elsewhere], running) == {ready}
+    assert found.time_left() == pytest.approx(gathering.MAX_PATIENCE_SECONDS)
+    propose(missing, [3])
+    assert found.held_back([ready, elsewhere, missing], running) == set()
+    # In flight: its next proposal is worth waiting for as well.
+    missing.is_in_flight = True
+    assert found.held_back([ready], running) == {ready}
+    clock.now += gathering.MAX_PATIENCE_SECONDS + 0.001
+    assert found.held_back([ready], running) == set()
+    # A new step, a new wait; and no longer than answers usually take.
+    for _ in range(100):
+        found.began([ready])
+        clock.now += 0.01
+        found.answered(ready)
+    assert found.held_back([ready], running) == {ready}
+    assert found.time_left() == pytest.approx(0.015, rel=0.01)
+    clock.now += 0.016
+    assert found.held_back([ready], running) == set()
