@@ -17,6 +17,8 @@ class BlockTable(list[int]):
     def __init__(self) -> None:
         super().__init__()
         self._array = np.empty(16, dtype=np.int32)
+        # Counts the changes, so that who has a copy knows whether it is still good.
+        self.version = 0
 
     @property
     def array(self) -> npt.NDArray[np.int32]:
@@ -28,6 +30,7 @@ class BlockTable(list[int]):
             self._array = np.concatenate([self._array, np.empty_like(self._array)])
         self._array[len(self)] = block_id
         self.append(block_id)
+        self.version += 1
 
 
 class BlockManager:
@@ -60,8 +63,11 @@ class BlockManager:
     def shrink(self, block_ids: BlockTable, num_tokens: int) -> None:
         """Give back the blocks of `block_ids`, in place, that `num_tokens` tokens do not need."""
         keep = self.blocks_for(num_tokens)
+        if keep >= len(block_ids):
+            return
         self._free.extend(reversed(block_ids[keep:]))
         del block_ids[keep:]
+        block_ids.version += 1
 
     def free(self, block_ids: BlockTable) -> None:
         """Give back all of `block_ids`, emptying it."""

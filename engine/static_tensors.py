@@ -53,24 +53,24 @@ class StaticTensors:
             self.device[name] = self._device[start:end].view(spec.dtype).view(spec.shape)
             start += spec.num_bytes
         self._mirrors = [_Mirror(specs, num_bytes, is_pinned=device.type == "cuda") for _ in range(num_mirrors)]
-        self._index = 0
+        self.index = 0  # of the mirror in use
 
     @property
     def host(self) -> dict[str, npt.NDArray[Any]]:
         """The mirror in use, by name."""
-        return self._mirrors[self._index].arrays
+        return self._mirrors[self.index].arrays
 
     def turn(self) -> None:
         """Use the mirror that has rested longest."""
-        self._index = (self._index + 1) % len(self._mirrors)
+        self.index = (self.index + 1) % len(self._mirrors)
 
     def upload(self) -> None:
         """Copy all of the host's side to the device, without waiting."""
-        self._device.copy_(self._mirrors[self._index].buffer, non_blocking=True)
+        self._device.copy_(self._mirrors[self.index].buffer, non_blocking=True)
 
     def download(self) -> None:
         """Copy all of the device's side to the host, without waiting."""
-        self._mirrors[self._index].buffer.copy_(self._device, non_blocking=True)
+        self._mirrors[self.index].buffer.copy_(self._device, non_blocking=True)
 
 
 class _Mirror:

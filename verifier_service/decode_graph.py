@@ -9,7 +9,7 @@ likes.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -100,6 +100,14 @@ class GraphRun:
         return [(row[0], row[1 : row[0] + 2]) for row in self._results.tolist()]
 
 
+@dataclass
+class _Filled:
+    """What a mirror of the inputs holds: which sequences, and which versions of their block tables."""
+
+    sequence_ids: list[int] = field(default_factory=list)  # no more of them, or they would outlive their end here
+    versions: list[int] = field(default_factory=list)
+
+
 class DecodeGraph:
     """One captured shape. Belongs to the engine's thread."""
 
@@ -130,6 +138,7 @@ class DecodeGraph:
         self._inputs = StaticTensors(specs, runner.device, num_mirrors=MAX_STEPS_IN_FLIGHT)
         results = {"results": TensorSpec((batch, shape.query_len + 1), i32)}
         self._outputs = StaticTensors(results, runner.device, num_mirrors=MAX_STEPS_IN_FLIGHT)
+        self._filled = [_Filled() for _ in range(MAX_STEPS_IN_FLIGHT)]
         self._logit_rows = torch.arange(num_tokens, device=runner.device)
         self._graph: torch.cuda.CUDAGraph | None = None
 
@@ -206,12 +215,11 @@ class DecodeGraph:
         # The last committed token stands at position length - 1, its draft tokens behind it.
         positions = np.arange(num_tokens) - (ends - query_lens)[owners] + lengths[owners] - 1
 
+        self._fill_constants(sequences)
         tables = host["block_tables"]
         tokens: list[int] = []
         draft_tokens: list[int] = []
-        for row, (sequence, draft) in enumerate(zip(sequences, drafts, strict=True)):
-            table = sequence.block_ids.array
-            tables[row, : len(table)] = table
+        for sequence, draft in zip(sequences, drafts, strict=True):
             tokens.append(sequence.token_ids[-1])
             tokens += draft.token_ids
             draft_tokens += draft.token_ids
@@ -225,15 +233,27 @@ class DecodeGraph:
         host["cu_num_drafts"][1 : num_sequences + 1] = ends - np.arange(1, num_sequences + 1)
         host["draft_token_ids"][:total_drafts] = draft_tokens
         self._fill_candidates(drafts, total_drafts)
-        sampling = [sequence.sampling for sequence in sequences]
-        host["temperature"][:num_sequences] = [p.temperature for p in sampling]
-        host["seeds"].view(np.uint64)[:num_sequences] = [p.seed for p in sampling]
         host["sample_positions"][:num_sequences] = lengths
-        if self.shape.is_filtered:
-            host["top_k"][:num_sequences] = [min(p.top_k, self._runner.vocab_size) for p in sampling]
-            host["top_p"][:num_sequences] = [p.top_p for p in sampling]
-            host["min_p"][:num_sequences] = [p.min_p for p in sampling]
         self._fill_padding(num_sequences, num_tokens, total_drafts)
+
+    def _fill_constants(self, sequences: Sequence[TargetSequence]) -> None:
+        """What stays as it is from step to step: of a mirror that held the same sequences, only their new blocks."""
+        host, filled, num_sequences = self._inputs.host, self._filled[self._inputs.index], len(sequences)
+        sequence_ids = [sequence.link_sequence_id for sequence in sequences]
+        if filled.sequence_ids != sequence_ids:
+            filled.sequence_ids, filled.versions = sequence_ids, [-1] * num_sequences
+            sampling = [sequence.sampling for sequence in sequences]
+            host["temperature"][:num_sequences] = [p.temperature for p in sampling]
+            host["seeds"].view(np.uint64)[:num_sequences] = [p.seed for p in sampling]
+            if self.shape.is_filtered:
+                host["top_k"][:num_sequences] = [min(p.top_k, self._runner.vocab_size) for p in sampling]
+                host["top_p"][:num_sequences] = [p.top_p for p in sampling]
+                host["min_p"][:num_sequences] = [p.min_p for p in sampling]
+        for row, (sequence, version) in enumerate(zip(sequences, filled.versions, strict=True)):
+            block_ids = sequence.block_ids
+            if block_ids.version != version:
+                filled.versions[row] = block_ids.version
+                host["block_tables"][row, : len(block_ids)] = block_ids.array
 
     def _fill_candidates(self, drafts: Sequence[DraftTokens], total_drafts: int) -> None:
         host = self._inputs.host

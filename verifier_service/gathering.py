@@ -1,15 +1,15 @@
-"""Keeping the sequences of a drafter together while there are few of them.
+"""Keeping the sequences of a drafter together in as few steps as possible.
 
-A step over a few sequences takes as long as one over a single sequence: reading the weights is all that counts. So two
-groups of sequences that take turns, each verified while the other is drafted, need two steps where one would do. A
-sequence whose proposal has come therefore waits for those of the same drafter that are still on their way, though not
-much longer than their way usually takes.
+A step over a few sequences takes nearly as long as one over a single sequence, as reading the weights is most of it.
+With few sequences all should be verified at once; with many of them in two halves, each verified while the other is
+drafted. Left alone they fall apart into smaller and smaller groups. A sequence whose proposal has come therefore waits
+for others of the same drafter that are still on their way, though not much longer than their way usually takes.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Mapping
 
 from verifier_service.sequence import LinkKey, TargetSequence
 
@@ -21,7 +21,7 @@ _WEIGHT = 0.1
 
 
 class Gathering:
-    """Holds sequences back until all of their drafter can take part in a step. Times are monotonic, in seconds."""
+    """Holds sequences back until enough of their drafter's can take part in a step. Times are monotonic, in seconds."""
 
     def __init__(self) -> None:
         self._usual_seconds = MAX_PATIENCE_SECONDS / PATIENCE
@@ -41,25 +41,21 @@ class Gathering:
             self._usual_seconds += _WEIGHT * (time.monotonic() - sequence.step_began - self._usual_seconds)
             sequence.step_began = None
 
-    def held_back(self, ready: Collection[TargetSequence], running: Iterable[TargetSequence]) -> set[TargetSequence]:
-        """Of the sequences with proposals, those that should wait for others of the same drafter."""
-        ready = set(ready)
-        missing = {
-            sequence.drafter
-            for sequence in running
-            if sequence.is_speculating
-            and sequence not in ready
-            and (sequence.is_in_flight or (sequence.is_waiting_for_proposal and sequence.num_missing == 1))
-        }
+    def waiting(
+        self, num_ready: Mapping[LinkKey, int], num_missing: Mapping[LinkKey, int], *, num_groups: int
+    ) -> set[LinkKey]:
+        """The drafters whose sequences should wait with the proposals that they have.
+
+        By drafter: how many sequences could take part in a step, and how many others may soon. Nobody waits once one of
+        `num_groups` equal shares is there.
+        """
         now = time.monotonic()
-        held = set()
-        for sequence in ready:
-            if sequence.drafter is None or sequence.drafter not in missing:
-                continue
-            since = self._since.setdefault(sequence.drafter, now)
-            if now - since < self._patience:
-                held.add(sequence)
-        return held
+        waiting = set()
+        for drafter, number in num_ready.items():
+            share = -(-(number + num_missing.get(drafter, 0)) // num_groups)
+            if number < share and now - self._since.setdefault(drafter, now) < self._patience:
+                waiting.add(drafter)
+        return waiting
 
     def time_left(self) -> float | None:
         """Seconds until those that are held back have waited long enough; None where nothing is."""

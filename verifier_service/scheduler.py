@@ -6,13 +6,13 @@ chunks of prompts beside decoding, PagedAttention (Kwon et al., arXiv 2309.06180
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 
 from engine.block_manager import BlockManager
 from kernels.limits import MAX_DRAFT_TOKENS
 from verifier_service.gathering import Gathering
-from verifier_service.sequence import TargetSequence
+from verifier_service.sequence import LinkKey, TargetSequence
 
 # A prompt that got nothing for so many steps no longer stands behind those that decode.
 MAX_STEPS_LEFT_OUT = 4
@@ -34,6 +34,14 @@ class Scheduled:
     def num_tokens(self) -> int:
         """What the part takes of the step's budget."""
         return self.num_new + self.num_drafts
+
+
+@dataclass(frozen=True)
+class _Candidates:
+    ready: dict[TargetSequence, int]  # with the draft tokens that a step would verify
+    num_speculating: int
+    num_groups: int
+    waiting: set[LinkKey]  # drafters whose proposals shall wait for more
 
 
 class Scheduler:
@@ -91,14 +99,12 @@ class Scheduler:
         return list(scheduled.values()), admitted
 
     def _continue_running(self, scheduled: dict[TargetSequence, Scheduled], budget: int) -> int:
-        ready = [s for s in self.running if not s.is_in_flight and (s.num_missing > 1 or not s.is_waiting_for_proposal)]
-        held_back = self._held_back(ready)
-        num_verified_left = self._most_verified_at_once()
-        for sequence in sorted(ready, key=self._order):
-            if sequence in held_back:
-                continue
-            if sequence.num_missing == 1 and _num_drafts(sequence):
-                if num_verified_left == 0:
+        candidates = self._candidates()
+        num_verified_left = -(-candidates.num_speculating // candidates.num_groups)
+        for sequence in sorted(candidates.ready, key=self._order):
+            num_drafts = candidates.ready[sequence]
+            if num_drafts:
+                if num_verified_left == 0 or sequence.drafter in candidates.waiting:
                     continue
                 num_verified_left -= 1
             # A sequence that came before may have preempted this one to make room.
@@ -114,21 +120,35 @@ class Scheduler:
                 budget -= part.num_tokens
         return budget
 
-    def _held_back(self, ready: list[TargetSequence]) -> set[TargetSequence]:
-        if self._gathering is None or self._num_speculating() >= self._split_from:
-            return set()
-        return self._gathering.held_back([s for s in ready if s.num_missing == 1 and _num_drafts(s)], self.running)
-
-    def _num_speculating(self) -> int:
-        return sum(1 for sequence in self.running if sequence.is_speculating)
-
-    def _most_verified_at_once(self) -> int:
-        """Most sequences whose proposals one step verifies.
-
-        With many of them, half: while the target verifies one half, the drafter works for the other, and neither waits.
-        """
-        num_speculating = self._num_speculating()
-        return num_speculating if num_speculating < self._split_from else -(-num_speculating // 2)
+    def _candidates(self) -> _Candidates:
+        """Who could take part in a step. One pass that looks at everything once: it stands between two steps."""
+        ready: dict[TargetSequence, int] = {}
+        num_speculating = 0
+        num_ready: Counter[LinkKey] = Counter()
+        num_missing: Counter[LinkKey] = Counter()
+        for sequence in self.running:
+            is_speculating = sequence.is_speculating
+            num_speculating += is_speculating
+            if sequence.is_in_flight:
+                if is_speculating and sequence.drafter is not None:
+                    num_missing[sequence.drafter] += 1
+            elif sequence.num_missing > 1:
+                ready[sequence] = 0
+            elif is_speculating and sequence.drafter is not None:
+                ready[sequence] = num_drafts = _num_drafts(sequence)
+                if num_drafts:
+                    num_ready[sequence.drafter] += 1
+                elif sequence.is_waiting_for_proposal:
+                    num_missing[sequence.drafter] += 1
+                    del ready[sequence]
+            else:
+                ready[sequence] = 0
+        # With many of them, two halves: while the target verifies one, the drafter works for the other.
+        num_groups = 1 if num_speculating < self._split_from else 2
+        waiting: set[LinkKey] = set()
+        if self._gathering is not None:
+            waiting = self._gathering.waiting(num_ready, num_missing, num_groups=num_groups)
+        return _Candidates(ready, num_speculating, num_groups, waiting)
 
     def _order(self, sequence: TargetSequence) -> tuple[bool, tuple[int, int]]:
         # Prompts fill what decoding leaves, unless they were left out for long. Whoever has waited longest goes first,

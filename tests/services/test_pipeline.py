@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from engine.block_manager import BlockManager
 from outrider.v1 import verifier_pb2
 from tests.services.harness import (
     DecodeClient,
@@ -29,7 +30,7 @@ from verifier_service import gathering
 from verifier_service.decode_graph import DecodeGraphs, GraphRun
 from verifier_service.gathering import Gathering
 from verifier_service.pipeline import Pipeline
-from verifier_service.scheduler import Scheduled
+from verifier_service.scheduler import Scheduled, Scheduler
 from verifier_service.sequence import LinkKey, TargetSequence
 from verifier_service.target import Target
 
@@ -172,29 +173,60 @@ def speculating(drafter: LinkKey = LINK, *, is_ready: bool) -> TargetSequence:
     return sequence
 
 
+def scheduler_over(*sequences: TargetSequence, split_from: int) -> tuple[Scheduler, Gathering]:
+    blocks = BlockManager(256, 4)
+    gathered = Gathering()
+    scheduler = Scheduler(blocks, max_running=32, max_num_batched_tokens=200, split_from=split_from, gathering=gathered)
+    for sequence in sequences:
+        assert blocks.grow(sequence.block_ids, 12)
+        scheduler.running[sequence] = None
+    return scheduler, gathered
+
+
+def verified(scheduler: Scheduler) -> set[TargetSequence]:
+    """Whose proposals the next step would verify."""
+    return {part.sequence for part in scheduler.schedule()[0] if part.num_drafts}
+
+
 def test_few_sequences_of_a_drafter_are_verified_together(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches two groups that take turns for ever, and one that waits for another drafter's or for a lost answer."""
     clock = Clock(monkeypatch)
-    other = LinkKey("drafter:2", 1)
-    ready, elsewhere = speculating(is_ready=True), speculating(other, is_ready=True)
-    missing = speculating(is_ready=False)
-    running = [ready, elsewhere, missing]
-    found = Gathering()
-    assert found.held_back([ready, elsewhere], running) == {ready}
-    assert found.time_left() == pytest.approx(gathering.MAX_PATIENCE_SECONDS)
+    ready, elsewhere = speculating(is_ready=True), speculating(LinkKey("drafter:2", 1), is_ready=True)
+    missing, plain = speculating(is_ready=False), target_sequence(4, drafter=None)
+    scheduler, gathered = scheduler_over(ready, elsewhere, missing, plain, split_from=100)
+    parts, _ = scheduler.schedule()
+    assert {part.sequence for part in parts} == {elsewhere, plain}
+    assert gathered.time_left() == pytest.approx(gathering.MAX_PATIENCE_SECONDS)
     propose(missing, [3])
-    assert found.held_back([ready, elsewhere, missing], running) == set()
+    assert verified(scheduler) == {ready, elsewhere, missing}
     # In flight: its next proposal is worth waiting for as well.
     missing.is_in_flight = True
-    assert found.held_back([ready], running) == {ready}
+    assert verified(scheduler) == {elsewhere}
     clock.now += gathering.MAX_PATIENCE_SECONDS + 0.001
-    assert found.held_back([ready], running) == set()
+    assert verified(scheduler) == {ready, elsewhere}
     # A new step, a new wait; and no longer than answers usually take.
     for _ in range(100):
-        found.began([ready])
+        gathered.began([ready])
         clock.now += 0.01
-        found.answered(ready)
-    assert found.held_back([ready], running) == {ready}
-    assert found.time_left() == pytest.approx(0.015, rel=0.01)
+        gathered.answered(ready)
+    assert verified(scheduler) == {elsewhere}
+    assert gathered.time_left() == pytest.approx(0.015, rel=0.01)
     clock.now += 0.016
-    assert found.held_back([ready], running) == set()
+    assert verified(scheduler) == {ready, elsewhere}
+
+
+def test_many_sequences_of_a_drafter_are_verified_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches halves that fall apart: each step then verifies fewer sequences in the same time."""
+    Clock(monkeypatch)
+    sequences = [speculating(is_ready=True) for _ in range(8)]
+    scheduler, _ = scheduler_over(*sequences, split_from=8)
+    first = verified(scheduler)
+    assert len(first) == 4
+    for sequence in first:
+        sequence.is_in_flight = True
+    others = [sequence for sequence in sequences if not sequence.is_in_flight]
+    assert verified(scheduler) == set(others)
+    others[0].proposals.clear()
+    assert verified(scheduler) == set()
+    propose(others[0], [1])
+    assert verified(scheduler) == set(others)
