@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from engine.serving import Registration, Server
+from engine.serving import CLIENT_KEEPALIVE, Registration, Server
 from engine.telemetry import Telemetry
 from gateway.admission import Admission
+from gateway.discovery import Resolver
 from gateway.generation_service import GenerationService
 from gateway.generator import Generator
 from gateway.served_model import ServedModel
@@ -24,13 +25,22 @@ SERVICE_NAME = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].f
 class Gateway:
     """What the gateway brings to its server; made on the event loop that serves it."""
 
-    def __init__(self, settings: GatewaySettings, tokenizer: Tokenizer | None, telemetry: Telemetry) -> None:
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        tokenizer: Tokenizer | None,
+        telemetry: Telemetry,
+        *,
+        resolver: Resolver | None = None,
+    ) -> None:
         self._settings = settings
         self._tokenizer = tokenizer
         self._pool = VerifierPool(
             settings.verifiers,
             settings.drafters,
             max_message_bytes=settings.max_message_bytes,
+            resolver=resolver,
+            dns_refresh_seconds=settings.dns_refresh_seconds,
             check_model=self._check_model,
         )
         self._admission = Admission(
@@ -103,11 +113,17 @@ class Gateway:
             self._tokenizer.check_fits(model)
 
 
-def make_server(settings: GatewaySettings, tokenizer: Tokenizer | None, telemetry: Telemetry) -> Server:
-    """The gateway's server, not yet started."""
-    gateway = Gateway(settings, tokenizer, telemetry)
+def make_server(
+    settings: GatewaySettings,
+    tokenizer: Tokenizer | None,
+    telemetry: Telemetry,
+    *,
+    resolver: Resolver | None = None,
+) -> Server:
+    """The gateway's server, not yet started. Without a `resolver` names are looked up as the system does."""
+    gateway = Gateway(settings, tokenizer, telemetry, resolver=resolver)
 
     def add(server: object) -> None:
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(gateway.service, server)  # type: ignore[arg-type]
 
-    return Server(settings, gateway, [Registration(SERVICE_NAME, add)])
+    return Server(settings, gateway, [Registration(SERVICE_NAME, add)], keepalive=CLIENT_KEEPALIVE)

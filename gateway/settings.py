@@ -8,6 +8,7 @@ from pydantic import Field, field_validator
 from pydantic_settings import SettingsConfigDict
 
 from engine.settings import AddressList, ServiceSettings
+from gateway.discovery import check_target
 
 
 class GatewaySettings(ServiceSettings):
@@ -21,10 +22,17 @@ class GatewaySettings(ServiceSettings):
     )
     http_max_body_bytes: int = Field(default=8 << 20, ge=1 << 10, description="largest body of an HTTP request, bytes")
     verifiers: AddressList = Field(
-        min_length=1, description="verifiers to decode on, host:port each, comma-separated; all serve the same model"
+        min_length=1,
+        description="verifiers to decode on, comma-separated; all serve the same model; host:port, or dns:///host:port "
+        "for every address that DNS has for the host, which are followed as they change",
     )
     drafters: AddressList = Field(
-        default=(), description="drafters that the verifiers may dial, host:port each, comma-separated"
+        default=(), description="drafters that the verifiers may dial, comma-separated, written as verifiers are"
+    )
+    dns_refresh_seconds: float = Field(
+        default=5.0,
+        gt=0,
+        description="how often the names of dns:///host:port are looked up, seconds; a lost connection looks at once",
     )
     tokenizer: Path | None = Field(
         default=None,
@@ -70,9 +78,7 @@ class GatewaySettings(ServiceSettings):
     @classmethod
     def _check_addresses(cls, addresses: tuple[str, ...]) -> tuple[str, ...]:
         for address in addresses:
-            host, _, port = address.rpartition(":")
-            if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
-                raise ValueError(f"{address!r} is not host:port")
+            check_target(address)
         if len(set(addresses)) != len(addresses):
             raise ValueError("an address stands in the list twice")
         return addresses
