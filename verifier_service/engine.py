@@ -17,6 +17,7 @@ from verifier_service.drafting import DraftingLinks
 from verifier_service.events import (
     Event,
     LinkDown,
+    LinkRetired,
     LinkUp,
     OpeningRefused,
     ProposalsArrived,
@@ -105,6 +106,8 @@ class VerifierEngine:
                 self._links.remove(key)
                 for sequence in [s for s in self._sequences.values() if s.drafter == key]:
                     self._fall_back(sequence, common_pb2.FALLBACK_REASON_DRAFTER_LOST)
+            case LinkRetired(key, is_retired):
+                self._links.retire(key, is_retired=is_retired)
             case ProposalsArrived(key, frame):
                 if self._links.has_heard(key):
                     self._take_proposals(key, frame.proposals, frame.step_seconds)
@@ -121,6 +124,7 @@ class VerifierEngine:
 
     def _step(self, emit: Callable[[StepOutput], None]) -> float | None:
         self._give_up_waiting()
+        self._output.idle_links += self._links.take_idle(self._sequences.values())
         batch, admitted = self._scheduler.schedule()
         for sequence in admitted:
             self._admit(sequence)
