@@ -17,6 +17,7 @@ from gateway.verifier_pool import VerifierPool
 from outrider.v1 import generation_pb2, generation_pb2_grpc
 
 if TYPE_CHECKING:
+    from gateway.dashboard.dashboard import Dashboard
     from gateway.http.server import HttpServer
 
 SERVICE_NAME = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
@@ -59,6 +60,7 @@ class Gateway:
             trace_prompts=settings.trace_prompts,
         )
         self._is_serving = False
+        self._dashboard = self._make_dashboard(generator) if settings.dashboard else None
         self._http = self._make_http(generator, telemetry) if settings.http_listen is not None else None
 
     @property
@@ -71,13 +73,14 @@ class Gateway:
 
         HTTP answers before that, if only to say that the gateway is not serving yet.
         """
-        if self._http is not None:
-            await self._http.start()
         try:
+            if self._dashboard is not None:
+                await self._dashboard.start()
+            if self._http is not None:
+                await self._http.start()
             await self._pool.start(drafter_wait_seconds=self._settings.drafter_wait_seconds)
         except BaseException:
-            if self._http is not None:
-                await self._http.stop()
+            await self._stop_fronts()
             raise
         self._is_serving = True
 
@@ -89,8 +92,21 @@ class Gateway:
     async def stop(self) -> None:
         """Close the links to the verifiers; requests that still run end with UNAVAILABLE."""
         await self._pool.stop()
+        await self._stop_fronts()
+
+    async def _stop_fronts(self) -> None:
         if self._http is not None:
             await self._http.stop()
+        if self._dashboard is not None:
+            await self._dashboard.stop()
+
+    def _make_dashboard(self, generator: Generator) -> Dashboard:
+        from gateway.dashboard.dashboard import Dashboard
+
+        settings = self._settings
+        return Dashboard(
+            generator, self._pool, otlp_listen=settings.dashboard_otlp_listen, shows_texts=settings.dashboard_texts
+        )
 
     def _make_http(self, generator: Generator, telemetry: Telemetry) -> HttpServer:
         # Imported here, so that a gateway without HTTP does without its packages too.
@@ -105,6 +121,7 @@ class Gateway:
             tokenizer=self._tokenizer,
             telemetry=telemetry,
             is_serving=lambda: self._is_serving,
+            dashboard=self._dashboard,
         )
         return HttpServer(make_app(front), self._settings.http_listen)
 
