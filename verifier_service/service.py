@@ -22,6 +22,7 @@ from kernels.random import RANDOM_SCHEME
 from outrider.v1 import common_pb2, verifier_pb2, verifier_pb2_grpc
 from verifier_service.decoding import TargetLimits, parse_opening
 from verifier_service.drafter_link import DrafterLink
+from verifier_service.drafter_pool import check_pool
 from verifier_service.engine import VerifierEngine
 from verifier_service.events import (
     Event,
@@ -162,6 +163,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         try:
             async for frame in requests:
                 if frame.HasField("drafters"):
+                    check_pool(frame.drafters)
                     self._follow(session, frame.drafters)
                 for opening in frame.opens:
                     self._open(session, opening)
