@@ -144,7 +144,8 @@ class DashboardRoutes:
         trace = self._dashboard.spans.of_request(request.path_params["request_id"])
         found = timeline(trace) if trace is not None else None
         if found is None:
-            raise ApiError(404, "the request's trace is not here, or not here yet", code="not_found")
+            # A page that has just seen the request end asks until its spans have come.
+            return Response(status_code=204)
         return JSONResponse(found, headers=STREAM_HEADERS)
 
     async def _events(self, request: Request, caller: Caller) -> Response:

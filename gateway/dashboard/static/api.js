@@ -12,7 +12,7 @@ export const useToken = (token) => sessionStorage.setItem(KEY, token);
 export async function get(path, signal) {
   const response = await fetch(`api/${path}`, { headers: headers(), signal });
   if (!response.ok) throw await problem(response);
-  return response.json();
+  return response.status === 204 ? null : response.json();
 }
 
 export async function post(path, body, signal) {

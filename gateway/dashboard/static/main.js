@@ -100,7 +100,7 @@ async function showRequest(id) {
   follows = true;
   for (let attempt = 0; attempt < 20; attempt += 1) {
     await pause(300);
-    const found = await get(`requests/${encodeURIComponent(id)}/trace`).catch(() => null);
+    const found = await get(`requests/${encodeURIComponent(id)}/trace`);
     if (found?.steps.length) return show(found);
   }
 }
