@@ -61,6 +61,8 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
         """Refuse new streams and sequences and let those that are open end; they would lose their drafter otherwise."""
         self._is_draining = True
         self._engine.refuse_openings()
+        for outbox in self._outboxes.values():
+            outbox.put_nowait(drafter_pb2.DraftResponse(is_draining=True))
         # The count changes on the engine's thread, which knows nothing of this loop's events.
         while self._engine.num_sequences and not self._has_failed:  # noqa: ASYNC110
             await asyncio.sleep(0.05)

@@ -27,8 +27,21 @@ from engine.settings import ServiceSettings
 
 logger = logging.getLogger(__name__)
 
-# Both ends of every connection of ours ping at this interval, which is what keeps a silent peer from looking alive.
-KEEPALIVE_MS = 30_000
+
+@dataclass(frozen=True)
+class Keepalive:
+    """How an end of a connection finds out that the other one is gone without a word: it pings after so much silence
+    and gives the connection up when no answer comes in time."""
+
+    interval_seconds: float
+    timeout_seconds: float
+
+
+# Between our own services: who vanished is missed within 5 s, whether or not anything was on its way. Pings are
+# answered by gRPC's own threads, so that a busy event loop or interpreter does not look dead.
+LINK_KEEPALIVE = Keepalive(2.0, 3.0)
+# Towards clients, which may be on slow networks: within 40 s.
+CLIENT_KEEPALIVE = Keepalive(30.0, 10.0)
 
 
 class Phase(Enum):
@@ -67,7 +80,14 @@ class Server:
     `liveness` is SERVING all the time.
     """
 
-    def __init__(self, settings: ServiceSettings, component: Component, registrations: Sequence[Registration]) -> None:
+    def __init__(
+        self,
+        settings: ServiceSettings,
+        component: Component,
+        registrations: Sequence[Registration],
+        *,
+        keepalive: Keepalive = LINK_KEEPALIVE,
+    ) -> None:
         self._settings = settings
         self._component = component
         self._phase = Phase.LOADING
@@ -75,7 +95,7 @@ class Server:
         self._health = Health(names)
         self._server = grpc.aio.server(
             interceptors=[ErrorInterceptor(self._gate)],
-            options=channel_options(settings.max_message_bytes, server=True),
+            options=channel_options(settings.max_message_bytes, server=True, keepalive=keepalive),
         )
         for registration in registrations:
             registration.add_to_server(self._server)
@@ -129,19 +149,26 @@ class Server:
             raise UnavailableError("the service is still loading", retry_delay_seconds=1.0)
 
 
-def channel_options(max_message_bytes: int, *, server: bool = False) -> list[tuple[str, int]]:
-    """gRPC options for either end of our connections."""
-    options = [
+def channel_options(
+    max_message_bytes: int, *, server: bool = False, keepalive: Keepalive = LINK_KEEPALIVE, server_name: str = ""
+) -> list[tuple[str, int | str]]:
+    """gRPC options for either end of our connections.
+
+    `server_name` is the name that a client expects its peer to prove, where that is not the host that it dials: what
+    DNS was asked for.
+    """
+    interval_ms = round(keepalive.interval_seconds * 1e3)
+    options: list[tuple[str, int | str]] = [
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
-        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.keepalive_time_ms", interval_ms),
+        ("grpc.keepalive_timeout_ms", round(keepalive.timeout_seconds * 1e3)),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
     ]
     if server:
         # Without SO_REUSEPORT a second service on the same port fails at once instead of sharing its traffic.
-        options += [("grpc.so_reuseport", 0), ("grpc.http2.min_ping_interval_without_data_ms", KEEPALIVE_MS // 2)]
+        options += [("grpc.so_reuseport", 0), ("grpc.http2.min_ping_interval_without_data_ms", interval_ms // 2)]
     else:
         # A peer that returns is found again quickly; gRPC's own default backs off for up to two minutes. And our peers
         # are never behind the proxy that a machine's environment may name for the world outside.
@@ -150,17 +177,9 @@ def channel_options(max_message_bytes: int, *, server: bool = False) -> list[tup
             ("grpc.max_reconnect_backoff_ms", 2_000),
             ("grpc.enable_http_proxy", 0),
         ]
+        if server_name:
+            options += [("grpc.default_authority", server_name), ("grpc.ssl_target_name_override", server_name)]
     return options
-
-
-def set_up_logging(level: str, service: str) -> None:
-    """Log lines for a person, on stderr."""
-    logging.basicConfig(
-        level=level,
-        stream=sys.stderr,
-        format=f"%(asctime)s %(levelname).1s {service} %(name)s: %(message)s",
-        force=True,
-    )
 
 
 def run(make_server: Callable[[], Server], *, busy_poll_seconds: float = 0.0) -> int:

@@ -23,6 +23,8 @@ DEFAULT_DELAY_SECONDS = 1.0
 MIN_DELAY_SECONDS, MAX_DELAY_SECONDS = 0.1, 60.0
 # Clients that were refused at the same moment come back spread out over this share of the delay.
 SPREAD = 0.25
+# How far the estimate of a wait may be out before a request that was let in is refused after all.
+TOLERANCE = 2.0
 # Weight of the newest request in the moving average of how long a place is held.
 NEWEST = 1 / 16
 
@@ -68,7 +70,8 @@ class Place:
 class Admission:
     """Gives out places; all methods run on the event loop.
 
-    `capacity` says how many may run at this moment; `max_queued` may wait, each for at most `max_queue_seconds`.
+    `capacity` says how many may run at this moment; `max_queued` may wait. One that would have to wait longer than
+    `max_queue_seconds` is refused at once, and at twice that time, where the estimate was wrong.
     """
 
     def __init__(self, *, capacity: Callable[[], int], max_queued: int, max_queue_seconds: float) -> None:
@@ -128,11 +131,11 @@ class Admission:
         self._queues.setdefault(caller.name, {})[waiter] = None
         self._num_waiting += 1
         try:
-            async with asyncio.timeout(self._max_queue_seconds):
+            async with asyncio.timeout(self._max_queue_seconds * TOLERANCE):
                 return await waiter
         except TimeoutError:
             self._abandon(caller.name, waiter)
-            message = f"no place became free within {self._max_queue_seconds:g} s"
+            message = f"no place became free within {self._max_queue_seconds * TOLERANCE:g} s"
             raise self._refusal("queue_timeout", message, self._wait(self._num_waiting)) from None
         except asyncio.CancelledError:
             self._abandon(caller.name, waiter)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from engine.serving import Registration, Server
+from engine.serving import CLIENT_KEEPALIVE, Registration, Server
 from engine.telemetry import Telemetry
 from gateway.admission import Admission
+from gateway.discovery import Resolver
 from gateway.generation_service import GenerationService
 from gateway.generator import Generator
 from gateway.served_model import ServedModel
@@ -16,6 +17,7 @@ from gateway.verifier_pool import VerifierPool
 from outrider.v1 import generation_pb2, generation_pb2_grpc
 
 if TYPE_CHECKING:
+    from gateway.dashboard.dashboard import Dashboard
     from gateway.http.server import HttpServer
 
 SERVICE_NAME = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].full_name
@@ -24,13 +26,22 @@ SERVICE_NAME = generation_pb2.DESCRIPTOR.services_by_name["GenerationService"].f
 class Gateway:
     """What the gateway brings to its server; made on the event loop that serves it."""
 
-    def __init__(self, settings: GatewaySettings, tokenizer: Tokenizer | None, telemetry: Telemetry) -> None:
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        tokenizer: Tokenizer | None,
+        telemetry: Telemetry,
+        *,
+        resolver: Resolver | None = None,
+    ) -> None:
         self._settings = settings
         self._tokenizer = tokenizer
         self._pool = VerifierPool(
             settings.verifiers,
             settings.drafters,
             max_message_bytes=settings.max_message_bytes,
+            resolver=resolver,
+            dns_refresh_seconds=settings.dns_refresh_seconds,
             check_model=self._check_model,
         )
         self._admission = Admission(
@@ -49,6 +60,7 @@ class Gateway:
             trace_prompts=settings.trace_prompts,
         )
         self._is_serving = False
+        self._dashboard = self._make_dashboard(generator) if settings.dashboard else None
         self._http = self._make_http(generator, telemetry) if settings.http_listen is not None else None
 
     @property
@@ -61,13 +73,14 @@ class Gateway:
 
         HTTP answers before that, if only to say that the gateway is not serving yet.
         """
-        if self._http is not None:
-            await self._http.start()
         try:
+            if self._dashboard is not None:
+                await self._dashboard.start()
+            if self._http is not None:
+                await self._http.start()
             await self._pool.start(drafter_wait_seconds=self._settings.drafter_wait_seconds)
         except BaseException:
-            if self._http is not None:
-                await self._http.stop()
+            await self._stop_fronts()
             raise
         self._is_serving = True
 
@@ -79,8 +92,21 @@ class Gateway:
     async def stop(self) -> None:
         """Close the links to the verifiers; requests that still run end with UNAVAILABLE."""
         await self._pool.stop()
+        await self._stop_fronts()
+
+    async def _stop_fronts(self) -> None:
         if self._http is not None:
             await self._http.stop()
+        if self._dashboard is not None:
+            await self._dashboard.stop()
+
+    def _make_dashboard(self, generator: Generator) -> Dashboard:
+        from gateway.dashboard.dashboard import Dashboard
+
+        settings = self._settings
+        return Dashboard(
+            generator, self._pool, otlp_listen=settings.dashboard_otlp_listen, shows_texts=settings.dashboard_texts
+        )
 
     def _make_http(self, generator: Generator, telemetry: Telemetry) -> HttpServer:
         # Imported here, so that a gateway without HTTP does without its packages too.
@@ -95,6 +121,7 @@ class Gateway:
             tokenizer=self._tokenizer,
             telemetry=telemetry,
             is_serving=lambda: self._is_serving,
+            dashboard=self._dashboard,
         )
         return HttpServer(make_app(front), self._settings.http_listen)
 
@@ -103,11 +130,17 @@ class Gateway:
             self._tokenizer.check_fits(model)
 
 
-def make_server(settings: GatewaySettings, tokenizer: Tokenizer | None, telemetry: Telemetry) -> Server:
-    """The gateway's server, not yet started."""
-    gateway = Gateway(settings, tokenizer, telemetry)
+def make_server(
+    settings: GatewaySettings,
+    tokenizer: Tokenizer | None,
+    telemetry: Telemetry,
+    *,
+    resolver: Resolver | None = None,
+) -> Server:
+    """The gateway's server, not yet started. Without a `resolver` names are looked up as the system does."""
+    gateway = Gateway(settings, tokenizer, telemetry, resolver=resolver)
 
     def add(server: object) -> None:
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(gateway.service, server)  # type: ignore[arg-type]
 
-    return Server(settings, gateway, [Registration(SERVICE_NAME, add)])
+    return Server(settings, gateway, [Registration(SERVICE_NAME, add)], keepalive=CLIENT_KEEPALIVE)

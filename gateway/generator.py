@@ -96,7 +96,7 @@ class Generator:
                 async with aclosing(self._decode(request, sequence, started, place, request_trace)) as events:
                     async for event in events:
                         if watcher is not None:
-                            watcher.saw(sequence.sequence_id, event)
+                            watcher.saw(sequence, event)
                             if not request.token_texts and isinstance(event, generation_pb2.Chunk):
                                 # They were made for the watcher alone.
                                 for token in event.tokens:
@@ -113,7 +113,7 @@ class Generator:
         try:
             yield watcher
         finally:
-            watcher.lost(sequence.sequence_id)
+            watcher.left(sequence)
 
     async def _tokenize(
         self, request: generation_pb2.GenerateRequest, place: Place, request_trace: RequestTrace

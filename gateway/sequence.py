@@ -22,6 +22,7 @@ class SpeculationCounts:
     num_accepted_tokens: int = 0
     # By place in the proposal, as long as the longest proposal that was verified.
     num_accepted_per_position: list[int] = field(default_factory=list)
+    num_drafted_per_position: list[int] = field(default_factory=list)
     fallbacks: list[common_pb2.Fallback] = field(default_factory=list)
 
     def add(self, update: verifier_pb2.SequenceUpdate) -> None:
@@ -31,6 +32,9 @@ class SpeculationCounts:
         self.num_draft_tokens += drafted
         self.num_accepted_tokens += accepted
         self.num_accepted_per_position += [0] * (drafted - len(self.num_accepted_per_position))
+        self.num_drafted_per_position += [0] * (drafted - len(self.num_drafted_per_position))
+        for place in range(drafted):
+            self.num_drafted_per_position[place] += 1
         for place in range(accepted):
             self.num_accepted_per_position[place] += 1
         self.fallbacks.extend(update.fallbacks)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
+from engine.loopback import is_loopback
 from engine.settings import AddressList, ServiceSettings
+from gateway.discovery import check_target
 
 
 class GatewaySettings(ServiceSettings):
@@ -21,10 +24,17 @@ class GatewaySettings(ServiceSettings):
     )
     http_max_body_bytes: int = Field(default=8 << 20, ge=1 << 10, description="largest body of an HTTP request, bytes")
     verifiers: AddressList = Field(
-        min_length=1, description="verifiers to decode on, host:port each, comma-separated; all serve the same model"
+        min_length=1,
+        description="verifiers to decode on, comma-separated; all serve the same model; host:port, or dns:///host:port "
+        "for every address that DNS has for the host, which are followed as they change",
     )
     drafters: AddressList = Field(
-        default=(), description="drafters that the verifiers may dial, host:port each, comma-separated"
+        default=(), description="drafters that the verifiers may dial, comma-separated, written as verifiers are"
+    )
+    dns_refresh_seconds: float = Field(
+        default=5.0,
+        gt=0,
+        description="how often the names of dns:///host:port are looked up, seconds; a lost connection looks at once",
     )
     tokenizer: Path | None = Field(
         default=None,
@@ -42,7 +52,8 @@ class GatewaySettings(ServiceSettings):
     max_queue_seconds: float = Field(
         default=30.0,
         gt=0,
-        description="longest that a request may wait, seconds; one that would have to wait longer is refused at once",
+        description="a request that would have to wait longer for a place is refused at once, seconds; one that was let "
+        "in all the same, at twice that",
     )
     drafter_wait_seconds: float = Field(
         default=5.0,
@@ -50,12 +61,34 @@ class GatewaySettings(ServiceSettings):
         description="how long start-up waits for a drafter to be ready before serving without, seconds",
     )
     trace_prompts: bool = Field(default=False, description="write prompts, outputs and stop strings into traces")
+    dashboard: bool = Field(
+        default=False, description="serve a page at /dashboard that shows what happens; needs http_listen"
+    )
+    dashboard_otlp_listen: str | None = Field(
+        default=None,
+        description="host:port of this machine on which the dashboard takes traces of all services, as OTLP over gRPC; "
+        "unset: the page shows none",
+    )
+    dashboard_texts: bool = Field(
+        default=False, description="show the text of every request on the dashboard, not only of those made there"
+    )
     max_traces_per_second: float | None = Field(
         default=None,
         gt=0,
         description="most requests a second that begin a trace of their own; a request that is part of a trace already "
         "stays in it; unset: as many as OTEL_TRACES_SAMPLER says",
     )
+
+    @model_validator(mode="after")
+    def _check_dashboard(self) -> Self:
+        if self.dashboard and self.http_listen is None:
+            raise ValueError("dashboard needs http_listen, the port to serve it on")
+        listen = self.dashboard_otlp_listen
+        if listen is not None and not is_loopback(listen.rpartition(":")[0]):
+            raise ValueError(
+                f"dashboard_otlp_listen must be an address of this machine alone, as 127.0.0.1:4317, is {listen!r}"
+            )
+        return self
 
     @field_validator("http_listen")
     @classmethod
@@ -70,9 +103,7 @@ class GatewaySettings(ServiceSettings):
     @classmethod
     def _check_addresses(cls, addresses: tuple[str, ...]) -> tuple[str, ...]:
         for address in addresses:
-            host, _, port = address.rpartition(":")
-            if not host or not port.isdigit() or not 0 < int(port) < 1 << 16:
-                raise ValueError(f"{address!r} is not host:port")
+            check_target(address)
         if len(set(addresses)) != len(addresses):
             raise ValueError("an address stands in the list twice")
         return addresses

@@ -1,4 +1,4 @@
-"""The gateway's connection to one verifier: handshake, the Decode stream, reconnecting."""
+"""The gateway's connection to one verifier: handshake, the Decode stream, reconnecting, leaving."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import grpc
 
 from engine.errors import FailedPreconditionError, OutriderError, UnavailableError
 from engine.serving import channel_options
 from gateway.decoding import Decoding
+from gateway.discovery import Endpoint
 from gateway.served_model import ServedModel
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
 
@@ -34,34 +35,49 @@ class VerifierLink:
     """One verifier. All methods run on the event loop that `run` runs on.
 
     `accept` is asked with the verifier's model at each handshake and raises FailedPreconditionError to refuse it;
-    `on_change` is called after everything that changes where sequences can go.
+    `on_change` is called after everything that changes where sequences can go, `on_lost` when a verifier or a drafter
+    that was there is there no more.
     """
 
     def __init__(
         self,
-        address: str,
-        drafters: Sequence[str],
+        endpoint: Endpoint,
+        drafters: Sequence[Endpoint],
         *,
         max_message_bytes: int,
         accept: Callable[[ServedModel], None],
         on_change: Callable[[], None],
+        on_lost: Callable[[], None],
     ) -> None:
-        self.address = address
+        self.address = endpoint.address
         # Set from the handshake until the connection breaks.
         self.model: ServedModel | None = None
-        self.is_ready = False
+        # Whether the stream is open.
+        self.is_connected = False
+        # Whether the verifier has said that it takes no new sequences.
+        self.is_draining = False
+        # Whether the gateway wants no more of it than the end of the sequences that it has.
+        self.is_retired = False
         # Links of this verifier to drafters, by address, as far as it has reported them.
         self.drafters: dict[str, verifier_pb2.DrafterStatus] = {}
         self.load = verifier_pb2.VerifierLoad()
-        self._pool = verifier_pb2.DrafterPool(addresses=drafters)
-        self._options = channel_options(max_message_bytes)
+        self._pool = _pool(drafters)
+        self._has_new_pool = False
+        self._options = channel_options(max_message_bytes, server_name=endpoint.server_name)
         self._accept = accept
         self._on_change = on_change
+        self._on_lost = on_lost
         self._decodings: dict[int, Decoding] = {}
         self._opens: dict[int, verifier_pb2.OpenDecoding] = {}
         self._closes: list[int] = []
         self._has_outgoing = asyncio.Event()
         self._shunned_until = 0.0
+        self._is_over = asyncio.Event()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether new sequences may go here."""
+        return self.is_connected and not self.is_draining and not self.is_retired
 
     @property
     def num_sequences(self) -> int:
@@ -77,13 +93,37 @@ class VerifierLink:
         """Pass over this verifier for a moment where another one is ready."""
         self._shunned_until = time.monotonic() + SHUN_SECONDS
 
+    def set_drafters(self, drafters: Sequence[Endpoint]) -> None:
+        """Name the drafters that sequences use from now on; those that run keep theirs."""
+        self._pool = _pool(drafters)
+        self._has_new_pool = True
+        self._has_outgoing.set()
+        # What the verifier said of the others will be out of date by the time that they come back.
+        self.drafters = {
+            address: self.drafters[address] for address in self._pool.addresses if address in self.drafters
+        }
+
+    def retire(self) -> None:
+        """Take no new sequences; `run` returns when those that are open have ended."""
+        self.is_retired = True
+        self._end_if_idle()
+        self._on_change()
+
+    def revive(self) -> bool:
+        """Take new sequences again; False when it is too late for that."""
+        if self._is_over.is_set():
+            return False
+        self.is_retired = False
+        self._on_change()
+        return True
+
     def open(self, message: verifier_pb2.OpenDecoding) -> Decoding:
         """Start a sequence; all that opens in one tick of the loop travels in one frame.
 
-        Raises UnavailableError when the verifier is not connected.
+        Raises UnavailableError when the verifier is not ready.
         """
         if not self.is_ready:
-            raise UnavailableError(f"the verifier {self.address} is not connected", retry_delay_seconds=1.0)
+            raise UnavailableError(f"the verifier {self.address} takes no sequences", retry_delay_seconds=1.0)
         decoding = Decoding(message.sequence_id, self._close)
         self._decodings[message.sequence_id] = decoding
         self._opens[message.sequence_id] = message
@@ -91,37 +131,49 @@ class VerifierLink:
         return decoding
 
     async def run(self) -> None:
-        """Stay connected until cancelled."""
+        """Stay connected until cancelled, or until retired and idle."""
+        connected = asyncio.create_task(self._stay_connected())
+        over = asyncio.create_task(self._is_over.wait())
+        try:
+            await asyncio.wait({connected, over}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            connected.cancel()
+            over.cancel()
+            await asyncio.gather(connected, over, return_exceptions=True)
+
+    async def _stay_connected(self) -> None:
         backoff, last_problem = FIRST_BACKOFF_SECONDS, ""
-        async with grpc.aio.insecure_channel(self.address, options=self._options) as channel:
-            stub = verifier_pb2_grpc.VerifierServiceStub(channel)
-            while True:
-                problem = "the gateway is stopping"
-                was_ready = False
-                try:
-                    await self._connect(stub)
-                    problem = "the verifier ended the stream"
-                except FailedPreconditionError as error:
-                    problem = error.message
-                    backoff = REFUSED_BACKOFF_SECONDS
-                except (OutriderError, grpc.aio.AioRpcError) as error:
-                    problem = _describe(error)
-                except Exception:
-                    problem = "internal error, see the gateway's log"
-                    logger.exception("the link to verifier %s failed", self.address)
-                finally:
-                    was_ready = self.is_ready
-                    self._lose(problem)
-                if was_ready:
-                    logger.warning("lost verifier %s: %s", self.address, problem)
-                    backoff = FIRST_BACKOFF_SECONDS
-                elif problem != last_problem:
-                    # Once, and not with every attempt.
-                    logger.warning("cannot connect to verifier %s: %s", self.address, problem)
-                last_problem = problem
-                # Gateways that lost the same verifier come back spread out.
-                await asyncio.sleep(backoff * random.uniform(0.8, 1.2))
-                backoff = min(2 * backoff, LAST_BACKOFF_SECONDS)
+        while True:
+            problem = "the gateway is stopping"
+            was_connected = False
+            try:
+                # A channel of its own each time: one that has lost its peer may sit out a backoff of its own, or wait
+                # many seconds for an answer to the packet that would have opened a connection.
+                async with grpc.aio.insecure_channel(self.address, options=self._options) as channel:
+                    await self._connect(verifier_pb2_grpc.VerifierServiceStub(channel))
+                problem = "the verifier ended the stream"
+            except FailedPreconditionError as error:
+                problem = error.message
+                backoff = REFUSED_BACKOFF_SECONDS
+            except (OutriderError, grpc.aio.AioRpcError) as error:
+                problem = _describe(error)
+            except Exception:
+                problem = "internal error, see the gateway's log"
+                logger.exception("the link to verifier %s failed", self.address)
+            finally:
+                was_connected = self.is_connected
+                self._lose(problem)
+            if was_connected:
+                logger.warning("lost verifier %s: %s", self.address, problem)
+                backoff = FIRST_BACKOFF_SECONDS
+                self._on_lost()
+            elif problem != last_problem:
+                # Once, and not with every attempt.
+                logger.warning("cannot connect to verifier %s: %s", self.address, problem)
+            last_problem = problem
+            # Gateways that lost the same verifier come back spread out.
+            await asyncio.sleep(backoff * random.uniform(0.8, 1.2))
+            backoff = min(2 * backoff, LAST_BACKOFF_SECONDS)
 
     async def _connect(self, stub: verifier_pb2_grpc.VerifierServiceAsyncStub) -> None:
         """Handshake, then serve the stream; returns when the verifier ends it, raises when it breaks."""
@@ -130,12 +182,14 @@ class VerifierLink:
         self._accept(model)
         self.model = model
         self.load = info.load
+        self.is_draining = info.is_draining
         call = stub.Decode(None)
         writer = reader = None
         try:
             # The pool goes first: a sequence may name a drafter only when the verifier knows it.
+            self._has_new_pool = False
             await call.write(verifier_pb2.DecodeRequest(drafters=self._pool))
-            self.is_ready = True
+            self.is_connected = True
             logger.info("connected to verifier %s, model %s", self.address, model.name)
             self._on_change()
             writer = asyncio.create_task(self._write(call))
@@ -161,6 +215,9 @@ class VerifierLink:
     def _next_frame(self) -> verifier_pb2.DecodeRequest:
         frame = verifier_pb2.DecodeRequest(closes=self._closes)
         self._closes = []
+        if self._has_new_pool:
+            frame.drafters.CopyFrom(self._pool)
+            self._has_new_pool = False
         size = 0
         while self._opens and size < FRAME_BYTES:
             sequence_id = next(iter(self._opens))
@@ -183,11 +240,24 @@ class VerifierLink:
                 if update.HasField("ended"):
                     del self._decodings[update.sequence_id]
                 decoding.deliver(update)
+            self._end_if_idle()
             if frame.HasField("load"):
                 self.load = frame.load
-            if frame.drafters:
-                self.drafters.update({status.address: status for status in frame.drafters})
+            if frame.is_draining and not self.is_draining:
+                logger.info("verifier %s is draining", self.address)
+                self.is_draining = True
                 self._on_change()
+                # What takes its place may be known already.
+                self._on_lost()
+            if frame.drafters:
+                self._take_drafters(frame.drafters)
+
+    def _take_drafters(self, statuses: Iterable[verifier_pb2.DrafterStatus]) -> None:
+        was_ready = {a for a, status in self.drafters.items() if status.state == verifier_pb2.DRAFTER_STATE_READY}
+        self.drafters.update({status.address: status for status in statuses})
+        self._on_change()
+        if any(self.drafters[address].state != verifier_pb2.DRAFTER_STATE_READY for address in was_ready):
+            self._on_lost()
 
     def _close(self, decoding: Decoding) -> None:
         if self._decodings.get(decoding.sequence_id) is not decoding:
@@ -197,9 +267,14 @@ class VerifierLink:
         if self._opens.pop(decoding.sequence_id, None) is None:
             self._closes.append(decoding.sequence_id)
             self._has_outgoing.set()
+        self._end_if_idle()
+
+    def _end_if_idle(self) -> None:
+        if self.is_retired and not self._decodings:
+            self._is_over.set()
 
     def _lose(self, problem: str) -> None:
-        self.is_ready = False
+        self.is_connected = self.is_draining = False
         self.model = None
         self.drafters.clear()
         self._opens.clear()
@@ -208,7 +283,15 @@ class VerifierLink:
         decodings, self._decodings = self._decodings, {}
         for decoding in decodings.values():
             decoding.fail(UnavailableError(f"lost the verifier {self.address}: {problem}", retry_delay_seconds=1.0))
+        self._end_if_idle()
         self._on_change()
+
+
+def _pool(drafters: Iterable[Endpoint]) -> verifier_pb2.DrafterPool:
+    return verifier_pb2.DrafterPool(
+        addresses=[drafter.address for drafter in drafters],
+        server_names={drafter.address: drafter.server_name for drafter in drafters if drafter.server_name},
+    )
 
 
 async def _ends_soon(task: asyncio.Task[None]) -> bool:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 from engine.errors import UnavailableError
 from gateway.decoding import Decoding
+from gateway.discovery import Discovery, Resolver, SystemResolver
 from gateway.served_model import ServedModel
 from gateway.verifier_link import VerifierLink
 from outrider.v1 import common_pb2, generation_pb2, verifier_pb2
@@ -33,7 +35,7 @@ class Route:
 
 
 class VerifierPool:
-    """Keeps a link to each verifier and spreads sequences over verifiers and drafters.
+    """Keeps a link to each verifier and spreads sequences over verifiers and drafters, while both come and go.
 
     The first verifier to connect says which model the gateway serves; one with another model is refused for as long as
     any other is connected. `check_model` may refuse a model for the gateway's own reasons.
@@ -46,23 +48,41 @@ class VerifierPool:
         *,
         max_message_bytes: int,
         check_model: Callable[[ServedModel], None],
+        resolver: Resolver | None = None,
+        dns_refresh_seconds: float = 5.0,
     ) -> None:
-        self._drafters = tuple(drafters)
+        resolver = resolver or SystemResolver()
+        self._targets = tuple(verifiers)
+        self._has_drafters = bool(drafters)
+        self._verifiers = Discovery(
+            verifiers,
+            resolver=resolver,
+            refresh_seconds=dns_refresh_seconds,
+            is_working=self._is_connected,
+            on_change=self._follow_verifiers,
+        )
+        self._drafters = Discovery(
+            drafters,
+            resolver=resolver,
+            refresh_seconds=dns_refresh_seconds,
+            is_working=self._is_drafter_ready,
+            on_change=self._follow_drafters,
+        )
+        self._max_message_bytes = max_message_bytes
         self._check_model = check_model
         self._model: ServedModel | None = None
         self._num_by_drafter: Counter[str] = Counter()
         self._changed = asyncio.Event()
-        self._links = [
-            VerifierLink(
-                address,
-                drafters,
-                max_message_bytes=max_message_bytes,
-                accept=self._accept,
-                on_change=self._changed.set,
-            )
-            for address in verifiers
-        ]
-        self._tasks: list[asyncio.Task[None]] = []
+        # By address; retired ones stay until their last sequence has ended.
+        self._links: dict[str, VerifierLink] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._is_running = False
+        self._follow_verifiers()
+
+    @property
+    def links(self) -> list[VerifierLink]:
+        """The link to each verifier that is known now."""
+        return list(self._links.values())
 
     @property
     def model(self) -> ServedModel:
@@ -74,18 +94,23 @@ class VerifierPool:
     @property
     def capacity(self) -> int:
         """How many sequences the verifiers that are ready run at once, at least 1."""
-        return max(1, sum(link.load.max_running or UNKNOWN_MAX_RUNNING for link in self._links if link.is_ready))
+        return max(1, sum(link.load.max_running or UNKNOWN_MAX_RUNNING for link in self.links if link.is_ready))
 
     async def start(self, *, drafter_wait_seconds: float) -> None:
         """Connect; returns once a verifier is ready and, where drafters are configured, one is or was waited for."""
-        self._tasks = [asyncio.create_task(link.run()) for link in self._links]
-        while not await self._wait_for(lambda: any(link.is_ready for link in self._links), REPORT_SECONDS):
-            logger.warning("still waiting for a verifier at %s", ", ".join(link.address for link in self._links))
-        if self._drafters and not await self._wait_for(self._has_ready_drafter, drafter_wait_seconds):
+        self._is_running = True
+        for link in self.links:
+            self._run(link)
+        for discovery in (self._verifiers, self._drafters):
+            self._spawn(discovery.run())
+        while not await self._wait_for(lambda: any(link.is_ready for link in self.links), REPORT_SECONDS):
+            logger.warning("still waiting for a verifier at %s", ", ".join(self._targets))
+        if self._has_drafters and not await self._wait_for(self._has_ready_drafter, drafter_wait_seconds):
             logger.warning("no drafter is ready: serving without speculation until one is")
 
     async def stop(self) -> None:
         """Close every link; sequences that still run fail with UNAVAILABLE."""
+        self._is_running = False
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -95,13 +120,13 @@ class VerifierPool:
 
         Raises UnavailableError when no verifier is ready.
         """
-        links = [link for link in self._links if link.is_ready and link not in without]
+        links = [link for link in self.links if link.is_ready and link not in without]
         if not links:
             raise UnavailableError("no verifier is reachable", retry_delay_seconds=1.0)
         link = min(links, key=_load)
         if mode == generation_pb2.SPECULATION_MODE_OFF:
             return Route(link, "", common_pb2.FALLBACK_REASON_CLIENT_DISABLED)
-        states = {address: self._state(link, address) for address in self._drafters}
+        states = {drafter.address: self._state(link, drafter.address) for drafter in self._drafters.endpoints}
         ready = [address for address, state in states.items() if state == verifier_pb2.DRAFTER_STATE_READY]
         if ready:
             return Route(link, min(ready, key=lambda address: self._num_by_drafter[address]))
@@ -118,6 +143,9 @@ class VerifierPool:
             yield decoding
         finally:
             self._num_by_drafter[route.drafter_address] -= 1
+            if not self._num_by_drafter[route.drafter_address]:
+                # Drafters come and go for as long as the gateway runs.
+                del self._num_by_drafter[route.drafter_address]
             decoding.close()
 
     def verifier_members(self) -> list[generation_pb2.VerifierMember]:
@@ -126,15 +154,15 @@ class VerifierPool:
             generation_pb2.VerifierMember(
                 address=link.address, is_ready=link.is_ready, num_sequences=link.num_sequences
             )
-            for link in self._links
+            for link in self.links
         ]
 
     def drafter_members(self) -> list[generation_pb2.DrafterMember]:
         """The drafters as the verifiers see them, for clients that ask."""
-        return [self._drafter_member(address) for address in self._drafters]
+        return [self._drafter_member(drafter.address) for drafter in self._drafters.endpoints]
 
     def _drafter_member(self, address: str) -> generation_pb2.DrafterMember:
-        statuses = [link.drafters[address] for link in self._links if address in link.drafters]
+        statuses = [link.drafters[address] for link in self.links if address in link.drafters]
         is_ready = any(status.state == verifier_pb2.DRAFTER_STATE_READY for status in statuses)
         details = [status.detail for status in statuses if status.detail]
         return generation_pb2.DrafterMember(
@@ -146,17 +174,63 @@ class VerifierPool:
 
     def _accept(self, model: ServedModel) -> None:
         self._check_model(model)
-        if self._model is not None and any(link.model is not None for link in self._links):
+        if self._model is not None and any(link.model is not None for link in self.links):
             self._model.check_same(model)
         else:
             self._model = model
 
     def _has_ready_drafter(self) -> bool:
-        return any(
-            self._state(link, address) == verifier_pb2.DRAFTER_STATE_READY
-            for link in self._links
-            for address in self._drafters
-        )
+        return any(self._is_drafter_ready(drafter.address) for drafter in self._drafters.endpoints)
+
+    def _is_drafter_ready(self, address: str) -> bool:
+        return any(self._state(link, address) == verifier_pb2.DRAFTER_STATE_READY for link in self.links)
+
+    def _is_connected(self, address: str) -> bool:
+        return address in self._links and self._links[address].is_connected
+
+    def _follow_verifiers(self) -> None:
+        """Have a link to each verifier that is known, and none for long to any other."""
+        wanted = {endpoint.address for endpoint in self._verifiers.endpoints}
+        for link in self.links:
+            if link.address not in wanted and not link.is_retired:
+                link.retire()
+        for endpoint in self._verifiers.endpoints:
+            link_there = self._links.get(endpoint.address)
+            if link_there is None or (link_there.is_retired and not link_there.revive()):
+                self._links[endpoint.address] = link = VerifierLink(
+                    endpoint,
+                    self._drafters.endpoints,
+                    max_message_bytes=self._max_message_bytes,
+                    accept=self._accept,
+                    on_change=self._changed.set,
+                    on_lost=self._refresh,
+                )
+                if self._is_running:
+                    self._run(link)
+
+    def _follow_drafters(self) -> None:
+        for link in self.links:
+            link.set_drafters(self._drafters.endpoints)
+        self._changed.set()
+
+    def _refresh(self) -> None:
+        # What broke may have been replaced.
+        self._verifiers.refresh()
+        self._drafters.refresh()
+
+    def _run(self, link: VerifierLink) -> None:
+        self._spawn(link.run()).add_done_callback(lambda _: self._forget(link))
+
+    def _forget(self, link: VerifierLink) -> None:
+        if self._is_running and self._links.get(link.address) is link:
+            del self._links[link.address]
+            logger.info("left verifier %s", link.address)
+
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     def _state(self, link: VerifierLink, address: str) -> verifier_pb2.DrafterState:
         status = link.drafters.get(address)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from outrider.v1 import generation_pb2
+
+if TYPE_CHECKING:
+    from gateway.sequence import Sequence
 
 Event = generation_pb2.Started | generation_pb2.Chunk | generation_pb2.Finished
 
@@ -16,8 +19,8 @@ class Watcher(Protocol):
     def wants_texts(self) -> bool:
         """Whether each token shall come with its text, and not only with its origin."""
 
-    def saw(self, sequence_id: int, event: Event) -> None:
+    def saw(self, sequence: Sequence, event: Event) -> None:
         """An event is about to go to the client."""
 
-    def lost(self, sequence_id: int) -> None:
+    def left(self, sequence: Sequence) -> None:
         """No more events will come for this sequence, whether or not the last one was `Finished`."""

@@ -1,4 +1,4 @@
-"""The `outrider` command: up, generate, demo."""
+"""The `outrider` command: up, generate, dashboard, demo."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ EXIT_FAILED = 1
 EXIT_BAD_USAGE = 2
 EXIT_INTERRUPTED = 130
 DEFAULT_PORT = 50051
+DEFAULT_HTTP_PORT = 8080
 
 
 class UsageError(Exception):
@@ -57,6 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     _add_up(commands)
     _add_generate(commands)
+    _add_dashboard(commands)
     _add_demo(commands)
     return parser
 
@@ -67,6 +69,12 @@ def _add_up(commands: Any) -> None:
     )
     up.add_argument("--host", default="127.0.0.1", help="address that the gateway listens on (default %(default)s)")
     up.add_argument("--port", type=_port, default=DEFAULT_PORT, help="port of the gateway (default %(default)s)")
+    up.add_argument(
+        "--http-port",
+        type=_port,
+        metavar="PORT",
+        help="serve HTTP too: an OpenAI-compatible API, and a page at /dashboard (default: no HTTP)",
+    )
     _add_models(up)
     up.add_argument("--model-name", help="name that clients see (default: the target's own)")
     up.add_argument("--drain-seconds", type=_seconds, default=10.0, metavar="S",
@@ -126,6 +134,17 @@ def _add_generate(commands: Any) -> None:
     generate.set_defaults(run=_generate)
 
 
+def _add_dashboard(commands: Any) -> None:
+    page = commands.add_parser(
+        "dashboard", help="open the page of a running gateway", description=_dashboard.__doc__, allow_abbrev=False
+    )
+    page.add_argument(
+        "--address", default=f"localhost:{DEFAULT_HTTP_PORT}", help="the gateway's HTTP (default %(default)s)"
+    )
+    page.add_argument("--no-open", action="store_true", help="print the URL, open no browser")
+    page.set_defaults(run=_dashboard)
+
+
 def _add_demo(commands: Any) -> None:
     demo = commands.add_parser(
         "demo", help="start everything, generate with and without speculation, compare", description=_demo.__doc__,
@@ -146,6 +165,7 @@ def _up(parsed: argparse.Namespace) -> int:
         **_models(parsed),
         host=parsed.host,
         port=parsed.port,
+        http_port=parsed.http_port,
         model_name=parsed.model_name,
         drain_seconds=parsed.drain_seconds,
         log_level=parsed.log_level,
@@ -160,6 +180,22 @@ def _demo(parsed: argparse.Namespace) -> int:
     from outrider.local import Options
 
     return run_demo(Options(**_models(parsed)), parsed.prompt, parsed.max_tokens, Console())
+
+
+def _dashboard(parsed: argparse.Namespace) -> int:
+    """Open the page that a gateway serves: live tokens, acceptance, the steps of requests, pools, fallbacks.
+
+    `outrider up --http-port 8080` serves it, and so does any gateway with --http-listen and --dashboard.
+    """
+    from outrider import dashboard
+
+    try:
+        url = dashboard.find(parsed.address)
+    except dashboard.NoDashboardError as error:
+        print(f"outrider: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    dashboard.show(url, opens_browser=not parsed.no_open)
+    return 0
 
 
 def _models(parsed: argparse.Namespace) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Literal, Self
 
+from outrider import dashboard
 from outrider.client import AsyncClient, ClientError
 from outrider.process import ServiceDiedError, ServiceProcess
 
@@ -74,12 +75,15 @@ class Options:
     host: str = "127.0.0.1"
     port: int = 0
     """The gateway's; 0 takes a free one."""
+    http_port: int | None = None
+    """The gateway's for HTTP, where it serves the dashboard as well; 0 takes a free one, None is no HTTP."""
     device: str = "auto"
     dtype: str = "auto"
     max_draft_tokens: int | None = None
     model_name: str | None = None
     drain_seconds: float = 10.0
     log_level: str = "INFO"
+    log_format: str = "text"
     start_seconds: float = 900.0
     log_directory: Path | None = None
     """None: a temporary one, deleted after an orderly end."""
@@ -110,6 +114,8 @@ class LocalCluster:
         self._supervisors: list[asyncio.Task[None]] = []
         self._gateway_ended = asyncio.Event()
         self._leash: tuple[int, int] | None = None
+        self._http_address = ""
+        self._environment: dict[str, str] = {}
         self._gateway: ServiceProcess | None = None
         self._verifier: ServiceProcess | None = None
         self._drafter: ServiceProcess | None = None
@@ -118,6 +124,13 @@ class LocalCluster:
     def address(self) -> str:
         """Where clients find the gateway."""
         return self.gateway.address
+
+    @property
+    def http_address(self) -> str:
+        """Where the gateway serves HTTP. Raises RuntimeError in a cluster without."""
+        if not self._http_address:
+            raise RuntimeError("the cluster serves no HTTP, or was not started")
+        return self._http_address
 
     @property
     def gateway(self) -> ServiceProcess:
@@ -215,8 +228,11 @@ class LocalCluster:
 
     def _make_processes(self, devices: Devices) -> None:
         options = self.options
-        common = ["--log-level", options.log_level, "--drain-seconds", str(options.drain_seconds)]
-        gateway_port, verifier_port, drafter_port = _free_ports(options.host, options.port)
+        common = ["--log-level", options.log_level, "--log-format", options.log_format]
+        common += ["--drain-seconds", str(options.drain_seconds)]
+        gateway_port, http_port, verifier_port, drafter_port, otlp_port = _free_ports(
+            (options.host, options.port), (options.host, options.http_port or 0), *[("127.0.0.1", 0)] * 3
+        )
         verifier_address, drafter_address = f"127.0.0.1:{verifier_port}", f"127.0.0.1:{drafter_port}"
         loaded = ["--dtype", options.dtype]
         verifier_flags = [*common, *loaded, "--model", str(options.target), "--device", devices.verifier]
@@ -230,6 +246,12 @@ class LocalCluster:
             gateway_flags += ["--tokenizer", str(options.target)]
         if options.model_name is not None:
             gateway_flags += ["--model-name", options.model_name]
+        if options.http_port is not None:
+            self._http_address = f"{options.host}:{http_port}"
+            takes_traces = dashboard.wants_traces(os.environ)
+            gateway_flags += ["--http-listen", self._http_address]
+            gateway_flags += dashboard.gateway_flags(options.host, otlp_port if takes_traces else None)
+            self._environment = dashboard.trace_environment(otlp_port) if takes_traces else {}
         if options.drafter != "none":
             gateway_flags += ["--drafters", drafter_address]
             drafter_flags = [*common, "--kind", options.drafter]
@@ -248,7 +270,8 @@ class LocalCluster:
         self._gateway = self._process("gateway", f"{options.host}:{gateway_port}", gateway_flags)
 
     def _process(self, name: str, address: str, flags: list[str]) -> ServiceProcess:
-        return ServiceProcess(name, _MODULES[name], address, flags, self.log_directory / f"{name}.log")
+        log_path = self.log_directory / f"{name}.log"
+        return ServiceProcess(name, _MODULES[name], address, flags, log_path, self._environment)
 
     async def _bring_up(self, *processes: ServiceProcess) -> None:
         tasks = [asyncio.create_task(self._start_one(process)) for process in processes]
@@ -346,13 +369,11 @@ async def _num_gpus() -> int:
     return int(output) if process.returncode == 0 else 0
 
 
-def _free_ports(host: str, port: int) -> tuple[int, int, int]:
-    """The gateway's port (a free one for 0) and two more."""
+def _free_ports(*places: tuple[str, int]) -> list[int]:
+    """The port of each (host, port), a free one for 0."""
     with ExitStack() as held:
         # All are held until all are drawn, so that they differ.
-        sockets = [held.enter_context(_bound(*place)) for place in ((host, port), ("127.0.0.1", 0), ("127.0.0.1", 0))]
-        first, second, third = (bound.getsockname()[1] for bound in sockets)
-    return first, second, third
+        return [held.enter_context(_bound(*place)).getsockname()[1] for place in places]
 
 
 def _bound(host: str, port: int = 0) -> socket.socket:

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import grpc
@@ -25,12 +25,21 @@ class ServiceDiedError(Exception):
 class ServiceProcess:
     """One service. `start` may be called again after it ended: same address, same log file."""
 
-    def __init__(self, name: str, module: str, address: str, flags: Sequence[str], log_path: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        module: str,
+        address: str,
+        flags: Sequence[str],
+        log_path: Path,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
         self.name = name
         self.address = address
         self.log_path = log_path
         self._module = module
         self._arguments = ["--listen", address, *flags]
+        self._more_environment = dict(environment or {})
         self._process: asyncio.subprocess.Process | None = None
         self._log_start = 0
 
@@ -54,7 +63,7 @@ class ServiceProcess:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=_environment(),
+                env={**_environment(), **self._more_environment},
                 pass_fds=[leash],
                 # A Ctrl-C in the terminal goes to the parent alone, which stops its children in order.
                 start_new_session=True,

@@ -46,6 +46,8 @@ async def _up(options: Options, console: Console) -> int:
             console.print(f"outrider: {error}", style="red", markup=False, highlight=False)
             return 1
         console.print(f"serving on [bold]{cluster.address}[/bold], logs in {cluster.log_directory}", highlight=False)
+        if options.http_port is not None:
+            console.print(f"HTTP on http://{cluster.http_address}, dashboard at /dashboard/", highlight=False)
         console.print("Ctrl-C ends it; a second Ctrl-C does not wait for what runs", style="dim")
         ended = asyncio.create_task(cluster.wait())
         await asyncio.wait({ended, stopping}, return_when=asyncio.FIRST_COMPLETED)

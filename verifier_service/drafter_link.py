@@ -37,7 +37,8 @@ class _BadStreamError(Exception):
 class DrafterLink:
     """Keeps one stream open to the drafter at `address` for as long as it runs.
 
-    `post` hands events to the engine; `on_change` is called whenever `status` has changed.
+    `server_name` is what the drafter's certificate must be for, where that is not the address's host. `post` hands
+    events to the engine; `on_change` is called whenever `status` has changed.
     """
 
     def __init__(
@@ -45,6 +46,7 @@ class DrafterLink:
         address: str,
         identity: common_pb2.ModelIdentity,
         *,
+        server_name: str = "",
         max_message_bytes: int,
         post: Callable[[Event], None],
         on_change: Callable[[DrafterLink], None],
@@ -52,7 +54,7 @@ class DrafterLink:
         self.address = address
         self.status = verifier_pb2.DrafterStatus(address=address, state=verifier_pb2.DRAFTER_STATE_CONNECTING)
         self._identity = identity
-        self._max_message_bytes = max_message_bytes
+        self._options = channel_options(max_message_bytes, server_name=server_name)
         self._post = post
         self._on_change = on_change
         self._incarnation = 0
@@ -64,8 +66,13 @@ class DrafterLink:
     @property
     def key(self) -> LinkKey | None:
         """The connection in use, None while there is none."""
-        is_ready = self.status.state == verifier_pb2.DRAFTER_STATE_READY
-        return LinkKey(self.address, self._incarnation) if is_ready else None
+        is_up = self.status.state in (verifier_pb2.DRAFTER_STATE_READY, verifier_pb2.DRAFTER_STATE_DRAINING)
+        return LinkKey(self.address, self._incarnation) if is_up else None
+
+    @property
+    def key_for_new(self) -> LinkKey | None:
+        """The connection that new sequences may use, None while there is none."""
+        return self.key if self.status.state == verifier_pb2.DRAFTER_STATE_READY else None
 
     def start(self) -> None:
         """Begin dialling."""
@@ -100,9 +107,7 @@ class DrafterLink:
             self._has_heard = False
             try:
                 # A channel of its own each time: one that has lost its peer may sit out a backoff of its own.
-                async with grpc.aio.insecure_channel(
-                    self.address, options=channel_options(self._max_message_bytes)
-                ) as channel:
+                async with grpc.aio.insecure_channel(self.address, options=self._options) as channel:
                     await self._serve(drafter_pb2_grpc.DrafterServiceStub(channel))
                 detail = "the drafter closed the stream"
             except FailedPreconditionError as error:
@@ -140,6 +145,8 @@ class DrafterLink:
                 drafts = parse_proposals(_parsed(frame).proposals, self._identity.vocabulary_size)
                 self._post(ProposalsArrived(key, frame, drafts))
                 self._has_heard = True
+                if frame.is_draining:
+                    self._drain()
         except asyncio.CancelledError:
             # Either this task was cancelled, or `drop` cancelled the call: only the latter goes on dialling.
             task = asyncio.current_task()
@@ -164,6 +171,17 @@ class DrafterLink:
         logger.info("drafter %s is ready", self.address)
         self._post(LinkUp(key, max_length))
         self._on_change(self)
+
+    def _drain(self) -> None:
+        if self.status.state != verifier_pb2.DRAFTER_STATE_DRAINING:
+            logger.info("drafter %s is draining", self.address)
+            self.status = verifier_pb2.DrafterStatus(
+                address=self.address,
+                state=verifier_pb2.DRAFTER_STATE_DRAINING,
+                detail="it is draining",
+                max_length=self.status.max_length,
+            )
+            self._on_change(self)
 
     def _leave(self, state: verifier_pb2.DrafterState, detail: str) -> None:
         key = self.key

@@ -27,6 +27,7 @@ _FALLBACKS = {
 class _Link:
     max_length: int
     heard_at: float  # monotonic, seconds
+    is_retired: bool = False
 
 
 class DraftingLinks:
@@ -44,6 +45,21 @@ class DraftingLinks:
     def remove(self, key: LinkKey) -> None:
         """A drafter is gone."""
         self._links.pop(key, None)
+
+    def retire(self, key: LinkKey, *, is_retired: bool) -> None:
+        """Note whether the drafter is wanted for nothing but the sequences that it has."""
+        if link := self._links.get(key):
+            link.is_retired = is_retired
+
+    def take_idle(self, sequences: Iterable[TargetSequence]) -> list[LinkKey]:
+        """Retired links that none of the sequences uses; each is returned once."""
+        retired = {key for key, link in self._links.items() if link.is_retired}
+        if not retired:
+            return []
+        idle = retired - {sequence.drafter for sequence in sequences if sequence.drafter is not None}
+        for key in idle:
+            self._links[key].is_retired = False
+        return list(idle)
 
     def is_up(self, key: LinkKey) -> bool:
         """Whether frames to the drafter can be sent."""

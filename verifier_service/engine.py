@@ -17,6 +17,7 @@ from verifier_service.drafting import DraftingLinks
 from verifier_service.events import (
     Event,
     LinkDown,
+    LinkRetired,
     LinkUp,
     OpeningRefused,
     ProposalsArrived,
@@ -119,6 +120,8 @@ class VerifierEngine:
                 self._links.remove(key)
                 for sequence in [s for s in self._sequences.values() if s.drafter == key]:
                     self._fall_back(sequence, common_pb2.FALLBACK_REASON_DRAFTER_LOST)
+            case LinkRetired(key, is_retired):
+                self._links.retire(key, is_retired=is_retired)
             case ProposalsArrived(key, frame, drafts):
                 if self._links.has_heard(key):
                     self._take_proposals(key, frame.proposals, drafts, frame.step_seconds)
@@ -139,6 +142,7 @@ class VerifierEngine:
             return 0.0
         self._has_news = False
         self._give_up_waiting()
+        self._output.idle_links += self._links.take_idle(self._sequences.values())
         has_begun = not self._is_full and self._begin_step(emit)
         # While the device works on the new step, the gateways are told of the one before.
         self._report()

@@ -58,6 +58,15 @@ class LinkDown:
 
 
 @dataclass(frozen=True)
+class LinkRetired:
+    """No gateway names the drafter any more: the connection is to go when its last sequence has ended. Or, not
+    `is_retired`, one names it again."""
+
+    key: LinkKey
+    is_retired: bool
+
+
+@dataclass(frozen=True)
 class ProposalsArrived:
     """A drafter's frame, its proposals already parsed: by whoever has the time, which the engine's thread has not."""
 
@@ -66,7 +75,16 @@ class ProposalsArrived:
     drafts: Sequence[DraftTokens | ProposalError]  # one for each proposal of the frame
 
 
-Event = SequenceOpened | OpeningRefused | SequencesClosed | SessionClosed | LinkUp | LinkDown | ProposalsArrived
+Event = (
+    SequenceOpened
+    | OpeningRefused
+    | SequencesClosed
+    | SessionClosed
+    | LinkUp
+    | LinkDown
+    | LinkRetired
+    | ProposalsArrived
+)
 
 
 @dataclass(frozen=True)
@@ -88,10 +106,12 @@ class StepOutput:
     link_frames: dict[LinkKey, drafter_pb2.DraftRequest] = field(default_factory=dict)
     # Connections that have fallen silent, to be closed and dialled anew.
     silent_links: list[LinkKey] = field(default_factory=list)
+    # Retired connections that no sequence uses any more.
+    idle_links: list[LinkKey] = field(default_factory=list)
     records: list[SequenceRecords] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self.session_frames or self.link_frames or self.silent_links or self.records)
+        return bool(self.session_frames or self.link_frames or self.silent_links or self.idle_links or self.records)
 
     def session(self, session_id: int) -> verifier_pb2.DecodeResponse:
         """The frame for a gateway, made when first asked for."""

@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -22,8 +22,17 @@ from kernels.random import RANDOM_SCHEME
 from outrider.v1 import common_pb2, verifier_pb2, verifier_pb2_grpc
 from verifier_service.decoding import TargetLimits, parse_opening
 from verifier_service.drafter_link import DrafterLink
+from verifier_service.drafter_pool import check_pool
 from verifier_service.engine import VerifierEngine
-from verifier_service.events import Event, OpeningRefused, SequenceOpened, SequencesClosed, SessionClosed, StepOutput
+from verifier_service.events import (
+    Event,
+    LinkRetired,
+    OpeningRefused,
+    SequenceOpened,
+    SequencesClosed,
+    SessionClosed,
+    StepOutput,
+)
 from verifier_service.sequence_trace import SequenceTrace
 from verifier_service.session import Session
 from verifier_service.settings import VerifierSettings
@@ -60,6 +69,9 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         self._link_sequence_ids = itertools.count(1)
         self._sessions: dict[int, Session] = {}
         self._links: dict[str, DrafterLink] = {}
+        # Addresses of those that no gateway names any more, and that still have sequences.
+        self._retired: set[str] = set()
+        self._stops: set[asyncio.Task[None]] = set()
         self._is_draining = False
         self._has_failed = False
 
@@ -86,6 +98,8 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
     async def drain(self) -> None:
         """Refuse new sequences and let those that run end."""
         self._is_draining = True
+        for session in self._sessions.values():
+            session.send(verifier_pb2.DecodeResponse(is_draining=True))
         # It changes on the engine's thread, which knows nothing of this loop's events.
         while self._engine.is_busy and not self._has_failed:  # noqa: ASYNC110
             await asyncio.sleep(0.05)
@@ -95,7 +109,8 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         self._is_draining = True
         for session in self._sessions.values():
             session.outbox.put_nowait(None)
-        await self._stop_links(self._links.keys())
+        await asyncio.gather(*self._stops, *(link.stop() for link in self._links.values()))
+        self._links.clear()
         await self._thread.stop()
         self._telemetry.shutdown()
 
@@ -108,6 +123,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
             load=self._engine.load_report(),
             drafters=[link.status for link in self._links.values()],
             eos_token_ids=sorted(self._target.eos_token_ids),
+            is_draining=self._is_draining,
         )
 
     async def Decode(
@@ -121,7 +137,9 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         # The first frame names all links and the load, so that the gateway can route before it has sent anything.
         session.send(
             verifier_pb2.DecodeResponse(
-                drafters=[link.status for link in self._links.values()], load=self._engine.load_report()
+                drafters=[link.status for link in self._links.values()],
+                load=self._engine.load_report(),
+                is_draining=self._is_draining,
             )
         )
         reader = asyncio.create_task(self._read(session, request_iterator))
@@ -140,15 +158,14 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
             session.close()
             self._thread.post(SessionClosed(session.session_id))
             await asyncio.wait({reader})
-            await self._prune_links()
+            self._retire_links()
 
     async def _read(self, session: Session, requests: AsyncIterator[verifier_pb2.DecodeRequest]) -> None:
         try:
             async for frame in requests:
                 if frame.HasField("drafters"):
-                    session.drafter_addresses = frozenset(frame.drafters.addresses)
-                    self._dial(session.drafter_addresses)
-                    await self._prune_links()
+                    check_pool(frame.drafters)
+                    self._follow(session, frame.drafters)
                 for opening in frame.opens:
                     self._open(session, opening)
                 if frame.closes:
@@ -167,7 +184,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
                 limits=self._limits,
                 session_id=session.session_id,
                 link_sequence_id=next(self._link_sequence_ids),
-                drafter=link.key if link else None,
+                drafter=link.key_for_new if link else None,
                 arrived_ns=arrived_ns,
             )
         except OutriderError as error:
@@ -180,32 +197,54 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
             sequence.trace = SequenceTrace(self._settings.step_spans)
         self._thread.post(SequenceOpened(sequence))
 
-    def _dial(self, addresses: frozenset[str]) -> None:
-        if self._is_draining:
-            return
-        for address in addresses - self._links.keys():
-            self._links[address] = DrafterLink(
-                address,
-                self._identity,
-                max_message_bytes=self._settings.max_message_bytes,
-                post=self._thread.post,
-                on_change=self._announce,
-            )
-            self._links[address].start()
+    def _follow(self, session: Session, pool: verifier_pb2.DrafterPool) -> None:
+        """Have links to the drafters that the gateway names, and none for long to those that no gateway names."""
+        known = session.drafter_addresses
+        session.drafter_addresses = frozenset(pool.addresses)
+        # Of these the gateway may not have heard, as they were another's alone.
+        shared = (session.drafter_addresses & self._links.keys()) - known
+        if shared:
+            session.send(verifier_pb2.DecodeResponse(drafters=[self._links[address].status for address in shared]))
+        for address in session.drafter_addresses & self._retired:
+            self._retired.discard(address)
+            if (key := self._links[address].key) is not None:
+                self._thread.post(LinkRetired(key, is_retired=False))
+        if not self._is_draining:
+            for address in session.drafter_addresses - self._links.keys():
+                self._links[address] = DrafterLink(
+                    address,
+                    self._identity,
+                    server_name=pool.server_names.get(address, ""),
+                    max_message_bytes=self._settings.max_message_bytes,
+                    post=self._thread.post,
+                    on_change=self._announce,
+                )
+                self._links[address].start()
+        self._retire_links()
 
-    async def _prune_links(self) -> None:
+    def _retire_links(self) -> None:
         wanted = frozenset[str]().union(*(session.drafter_addresses for session in self._sessions.values()))
-        await self._stop_links(self._links.keys() - wanted)
+        for address in self._links.keys() - wanted - self._retired:
+            if (key := self._links[address].key) is None:
+                self._stop_link(address)
+            else:
+                self._retired.add(address)
+                self._thread.post(LinkRetired(key, is_retired=True))
 
-    async def _stop_links(self, addresses: Iterable[str]) -> None:
-        # All are taken out before the first is waited for: another stream's end may come in between.
-        for link in [self._links.pop(address) for address in list(addresses)]:
-            await link.stop()
+    def _stop_link(self, address: str) -> None:
+        self._retired.discard(address)
+        # In a task of its own: a link that is told so by its own report cannot wait for its end.
+        task = asyncio.create_task(self._links.pop(address).stop())
+        self._stops.add(task)
+        task.add_done_callback(self._stops.discard)
 
     def _announce(self, link: DrafterLink) -> None:
         for session in self._sessions.values():
             if link.address in session.drafter_addresses:
                 session.send(verifier_pb2.DecodeResponse(drafters=[link.status], load=self._engine.load_report()))
+        if link.address in self._retired and link.key is None and self._links.get(link.address) is link:
+            # What is left of its sequences does without a drafter by now.
+            self._stop_link(link.address)
 
     def _on_engine_failure(self, error: BaseException) -> None:
         # The engine is gone for good: leave, so that whoever runs the process starts it anew.
@@ -223,6 +262,9 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         for key in output.silent_links:
             if link := self._links.get(key.address):
                 link.drop(key)
+        for key in output.idle_links:
+            if key.address in self._retired and self._links[key.address].key == key:
+                self._stop_link(key.address)
         for records in output.records:
             if session := self._sessions.get(records.session_id):
                 session.record(records)

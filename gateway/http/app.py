@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
 from starlette.routing import BaseRoute
@@ -14,6 +15,9 @@ from gateway.http.health import health_routes
 from gateway.settings import GatewaySettings
 from gateway.tokenizer import Tokenizer
 from gateway.verifier_pool import VerifierPool
+
+if TYPE_CHECKING:
+    from gateway.dashboard.dashboard import Dashboard
 
 
 @dataclass(frozen=True)
@@ -27,9 +31,14 @@ class Front:
     telemetry: Telemetry
     # Whether new requests are welcome: false while loading and from the moment of draining.
     is_serving: Callable[[], bool]
+    dashboard: Dashboard | None = None
 
 
 def make_app(front: Front) -> Starlette:
     """The ASGI application."""
     routes: list[BaseRoute] = [*health_routes(front.is_serving)]
+    if front.dashboard is not None:
+        from gateway.dashboard.routes import dashboard_routes
+
+        routes += dashboard_routes(front, front.dashboard)
     return Starlette(routes=routes)

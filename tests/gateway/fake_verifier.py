@@ -12,6 +12,7 @@ import grpc
 
 from engine.telemetry import Telemetry
 from engine.wire import pack_tokens, unpack_tokens
+from gateway.discovery import Resolver
 from gateway.gateway import Gateway, make_server
 from gateway.settings import GatewaySettings
 from gateway.tokenizer import Tokenizer
@@ -72,6 +73,7 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         self.opened: dict[int, verifier_pb2.OpenDecoding] = {}
         self.closed: list[int] = []
         self.num_streams = 0
+        self.is_draining = False
         self.address = "127.0.0.1:0"
         self._opens: asyncio.Queue[verifier_pb2.OpenDecoding] = asyncio.Queue()
         self._outgoing: asyncio.Queue[verifier_pb2.DecodeResponse | None] | None = None
@@ -81,7 +83,8 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         """Serve; again on the same port after a stop."""
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         verifier_pb2_grpc.add_VerifierServiceServicer_to_server(self, self._server)
-        self.address = f"127.0.0.1:{self._server.add_insecure_port(self.address)}"
+        host = self.address.rpartition(":")[0]
+        self.address = f"{host}:{self._server.add_insecure_port(self.address)}"
         await self._server.start()
         return self
 
@@ -92,7 +95,9 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
 
     async def GetInfo(self, request: Any, context: Any) -> verifier_pb2.VerifierServiceGetInfoResponse:
         load = verifier_pb2.VerifierLoad(max_running=self.max_running)
-        return verifier_pb2.VerifierServiceGetInfoResponse(identity=self.identity, load=load)
+        return verifier_pb2.VerifierServiceGetInfoResponse(
+            identity=self.identity, load=load, is_draining=self.is_draining
+        )
 
     async def Decode(self, request_iterator: Any, context: Any) -> AsyncIterator[verifier_pb2.DecodeResponse]:
         self.num_streams += 1
@@ -129,9 +134,19 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
 
     def report(self, **states: verifier_pb2.DrafterState) -> None:
         """New states of drafters, `d1=READY` for the address d1:1."""
-        self.drafters = statuses(**states)
+        self.report_statuses(*statuses(**states))
+
+    def report_statuses(self, *drafters: verifier_pb2.DrafterStatus) -> None:
+        """The same with whole statuses."""
+        self.drafters = list(drafters)
         assert self._outgoing is not None
         self._outgoing.put_nowait(verifier_pb2.DecodeResponse(drafters=self.drafters))
+
+    def drain(self) -> None:
+        """Say that no more sequences are taken."""
+        self.is_draining = True
+        assert self._outgoing is not None
+        self._outgoing.put_nowait(verifier_pb2.DecodeResponse(is_draining=True))
 
     def break_stream(self) -> None:
         """End the Decode stream while the server lives on."""
@@ -164,7 +179,7 @@ class RunningGateway:
     @property
     def links(self) -> list[Any]:
         """The links to verifiers."""
-        return self.gateway._pool._links
+        return self.gateway._pool.links
 
     async def is_idle(self) -> None:
         """Return once nothing is left of any sequence."""
@@ -179,6 +194,7 @@ async def running_gateway(
     *verifiers: FakeVerifier | str,
     tokenizer: Tokenizer | None = None,
     telemetry: Telemetry | None = None,
+    resolver: Resolver | None = None,
     **settings: Any,
 ) -> AsyncIterator[RunningGateway]:
     """A gateway in front of these verifiers, on a free port, over real channels."""
@@ -187,6 +203,7 @@ async def running_gateway(
         GatewaySettings(verifiers=addresses, listen="127.0.0.1:0", **{"drain_seconds": 5, **settings}),
         tokenizer,
         telemetry or Telemetry(),
+        resolver=resolver,
     )
     is_stopped = False
 

@@ -38,6 +38,10 @@ def test_flags_environment_and_defaults(monkeypatch: pytest.MonkeyPatch) -> None
         (("--verifiers", "a:0"), "verifiers"),
         (("--verifiers", "a:1,a:1"), "verifiers"),
         (("--verifiers", "a:1", "--drafters", "nowhere"), "drafters"),
+        (("--verifiers", "dns:///a"), "verifiers"),
+        (("--verifiers", "dns://server/a:1"), "verifiers"),
+        (("--verifiers", "dns:a:1"), "verifiers"),
+        (("--verifiers", "a:1", "--dns-refresh-seconds", "0"), "dns_refresh_seconds"),
         (("--verifiers", "a:1", "--max-concurrent-sequences", "0"), "max_concurrent_sequences"),
     ],
 )

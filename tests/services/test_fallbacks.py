@@ -278,7 +278,7 @@ async def test_a_drafter_that_is_always_late(pair: Pair) -> None:
 
 
 async def test_a_drafter_that_nobody_wants_any_more(pair: Pair) -> None:
-    """Catches sequences that wait for ever for the proposals of a link that was taken down."""
+    """Catches a running sequence that loses its drafter to a change of the list, and a link that stays for good."""
     target, draft = pair
     async with (
         running_drafter(drafter_settings(model=draft)) as drafter,
@@ -292,7 +292,13 @@ async def test_a_drafter_that_nobody_wants_any_more(pair: Pair) -> None:
         async with asyncio.timeout(5):
             await result.done.wait()
         assert result.token_ids == greedy(target, PROMPT, 150)
-        assert result.reasons == ["DRAFTER_LOST"]
+        assert result.reasons == []
+        assert result.num_accepted > 0
+
+        async def is_forgotten() -> bool:
+            return not (await client.stub.GetInfo(verifier_pb2.VerifierServiceGetInfoRequest())).drafters
+
+        await eventually(is_forgotten)
         await eventually(lambda: drafter_is_empty(drafter.address))
         # The same address again is another connection.
         client.drafters.clear()
@@ -300,6 +306,30 @@ async def test_a_drafter_that_nobody_wants_any_more(pair: Pair) -> None:
         again = await client.decode(PROMPT, drafter=drafter.address, max_tokens=20)
         assert again.reasons == []
         assert again.token_ids == greedy(target, PROMPT, 20)
+
+
+async def test_a_drafter_that_is_wanted_again_in_time(pair: Pair) -> None:
+    """Catches a link that is closed although a gateway has named its drafter again."""
+    target, draft = pair
+    async with (
+        running_drafter(drafter_settings(model=draft)) as drafter,
+        running_verifier(verifier_settings(target)) as (verifier, service),
+        decode_client(verifier.address) as client,
+    ):
+        await client.use_drafters(drafter.address)
+        link = service._links[drafter.address]
+        sequence_id, result = client.open(PROMPT, drafter=drafter.address, max_tokens=150)
+        await wait_for_tokens(client, sequence_id, 10)
+        await client.use_drafters()
+        await eventually(lambda: drafter.address in service._retired)
+        # Another gateway names it, and is told what it is worth.
+        async with decode_client(verifier.address) as other:
+            await other.use_drafters(drafter.address)
+            await result.done.wait()
+            assert (await other.decode(PROMPT, drafter=drafter.address, max_tokens=20)).reasons == []
+            assert service._links[drafter.address] is link
+        assert result.reasons == []
+        await eventually(lambda: not service._links)
 
 
 async def test_an_exception_in_the_draft_model(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
