@@ -15,6 +15,7 @@ PROTOCOL_VERSION = 1
 MAX_CANDIDATES = 1024
 
 _TOKEN = np.dtype("<u4")
+_SIGNED_TOKEN = np.dtype("<i4")
 _WEIGHT = np.dtype("<u2")
 
 
@@ -37,10 +38,9 @@ def pack_candidates(
 ) -> tuple[bytes, bytes]:
     """q of a proposal for the wire: (ids, weights).
 
-    A weight of 65,536 does not fit 16 bits; a row that has one is certain, which all zeros say.
+    A weight of 65,536 does not fit 16 bits and becomes 0; a row that has one is certain, which all zeros say.
     """
-    weights = np.where(candidate_weights == 1 << 16, 0, candidate_weights)
-    return candidate_ids.astype(_TOKEN).tobytes(), weights.astype(_WEIGHT).tobytes()
+    return candidate_ids.astype(_TOKEN, copy=False).tobytes(), candidate_weights.astype(_WEIGHT).tobytes()
 
 
 def unpack_candidates(
@@ -57,6 +57,7 @@ def unpack_candidates(
         raise ValueError(f"{per_token} candidates a draft token, at most {MAX_CANDIDATES} are taken")
     shape = (num_tokens, per_token)
     return (
-        np.frombuffer(ids, dtype=_TOKEN).astype(np.int32).reshape(shape),
+        # Ids from 2**31 on come out below zero: no vocabulary has them.
+        np.frombuffer(ids, dtype=_SIGNED_TOKEN).reshape(shape),
         np.frombuffer(weights, dtype=_WEIGHT).astype(np.int32).reshape(shape),
     )
