@@ -51,8 +51,13 @@ class DecodeGraphs:
         self._max_draft_tokens = max_draft_tokens
         self._num_candidates = num_candidates
         max_blocks = -(-runner.max_length // runner.block_size)
+        # By the first block of a sequence, which is nobody else's, the token that its last plain step sampled; one more
+        # for padding.
+        last_tokens = torch.zeros(runner.num_blocks + 1, dtype=torch.int32, device=runner.device)
         self._graphs = {
-            shape: DecodeGraph(runner, shape, num_candidates=num_candidates, max_blocks=max_blocks)
+            shape: DecodeGraph(
+                runner, shape, num_candidates=num_candidates, max_blocks=max_blocks, last_tokens=last_tokens
+            )
             for num_sequences in reversed(self._buckets)
             for query_len in (max_draft_tokens + 1, 1)
             for is_filtered in (False, True)
@@ -73,12 +78,14 @@ class DecodeGraphs:
             and draft.candidate_ids.shape[1] <= self._num_candidates
         )
 
-    def launch(self, sequences: Sequence[TargetSequence], drafts: Sequence[DraftTokens]) -> GraphRun:
+    def launch(
+        self, sequences: Sequence[TargetSequence], drafts: Sequence[DraftTokens], is_chained: Sequence[bool]
+    ) -> GraphRun:
         """Begin a step of at most `max_sequences` that fit; see `DecodeGraph.launch`."""
         query_len = self._max_draft_tokens + 1 if any(len(draft) for draft in drafts) else 1
         is_filtered = any(sequence.sampling.has_filters for sequence in sequences)
         num_sequences = next(bucket for bucket in self._buckets if bucket >= len(sequences))
-        return self._graphs[GraphShape(num_sequences, query_len, is_filtered)].launch(sequences, drafts)
+        return self._graphs[GraphShape(num_sequences, query_len, is_filtered)].launch(sequences, drafts, is_chained)
 
 
 class GraphRun:
@@ -111,9 +118,18 @@ class _Filled:
 class DecodeGraph:
     """One captured shape. Belongs to the engine's thread."""
 
-    def __init__(self, runner: ModelRunner, shape: GraphShape, *, num_candidates: int, max_blocks: int) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        shape: GraphShape,
+        *,
+        num_candidates: int,
+        max_blocks: int,
+        last_tokens: torch.Tensor,  # [num_blocks + 1] int32, shared by all graphs
+    ) -> None:
         self.shape = shape
         self._runner = runner
+        self._last_tokens = last_tokens
         batch, num_tokens = shape.num_sequences, shape.num_sequences * shape.query_len
         num_drafts = num_tokens - batch
         i32, i64, f32 = torch.int32, torch.int64, torch.float32
@@ -135,6 +151,8 @@ class DecodeGraph:
             "min_p": TensorSpec((batch,), f32),
             "block_tables": TensorSpec((batch, max_blocks), i32),
         }
+        if shape.query_len == 1:
+            specs |= {"slots": TensorSpec((batch,), i64), "is_chained": TensorSpec((batch,), i32)}
         self._inputs = StaticTensors(specs, runner.device, num_mirrors=MAX_STEPS_IN_FLIGHT)
         results = {"results": TensorSpec((batch, shape.query_len + 1), i32)}
         self._outputs = StaticTensors(results, runner.device, num_mirrors=MAX_STEPS_IN_FLIGHT)
@@ -148,14 +166,17 @@ class DecodeGraph:
         self._inputs.upload()
         self._graph = pool.capture(self._compute)
 
-    def launch(self, sequences: Sequence[TargetSequence], drafts: Sequence[DraftTokens]) -> GraphRun:
+    def launch(
+        self, sequences: Sequence[TargetSequence], drafts: Sequence[DraftTokens], is_chained: Sequence[bool]
+    ) -> GraphRun:
         """Begin a step, behind what the device does already.
 
-        The step before the last one must have been collected: its mirrors are used again.
+        A chained sequence is one token longer than the host knows: by the one that its step in flight samples. The step
+        before the last one must have been collected: its mirrors are used again.
         """
         self._inputs.turn()
         self._outputs.turn()
-        self._fill(sequences, drafts)
+        self._fill(sequences, drafts, is_chained)
         self._inputs.upload()
         if self._graph is None:
             self._compute()
@@ -171,9 +192,12 @@ class DecodeGraph:
     @torch.inference_mode()
     def _compute(self) -> None:
         values = self._inputs.device
+        token_ids = values["token_ids"]
+        if self.shape.query_len == 1:
+            token_ids = torch.where(values["is_chained"] > 0, self._last_tokens[values["slots"]].long(), token_ids)
         logits = self._runner.forward(
             Batch(
-                token_ids=values["token_ids"],
+                token_ids=token_ids,
                 positions=values["positions"],
                 slot_mapping=values["slot_mapping"],
                 logit_rows=self._logit_rows,
@@ -201,12 +225,16 @@ class DecodeGraph:
         results = self._outputs.device["results"]
         results[:, 0].copy_(sample.num_accepted)
         results[:, 1:].copy_(sample.token_ids)
+        if self.shape.query_len == 1:
+            self._last_tokens.index_copy_(0, values["slots"], results[:, 1])
 
-    def _fill(self, sequences: Sequence[TargetSequence], drafts: Sequence[DraftTokens]) -> None:
+    def _fill(
+        self, sequences: Sequence[TargetSequence], drafts: Sequence[DraftTokens], is_chained: Sequence[bool]
+    ) -> None:
         host = self._inputs.host
         block_size = self._runner.block_size
         num_sequences = len(sequences)
-        lengths = np.array([sequence.length for sequence in sequences])
+        lengths = np.array([sequence.length for sequence in sequences]) + is_chained
         num_drafts = np.array([len(draft) for draft in drafts])
         query_lens = num_drafts + 1
         ends = np.cumsum(query_lens)
@@ -216,6 +244,9 @@ class DecodeGraph:
         positions = np.arange(num_tokens) - (ends - query_lens)[owners] + lengths[owners] - 1
 
         self._fill_constants(sequences)
+        if self.shape.query_len == 1:
+            host["is_chained"][:num_sequences] = is_chained
+            host["slots"][:num_sequences] = [sequence.block_ids[0] for sequence in sequences]
         tables = host["block_tables"]
         tokens: list[int] = []
         draft_tokens: list[int] = []
@@ -273,6 +304,9 @@ class DecodeGraph:
         host["context_lens"][num_sequences:] = 0
         host["cu_num_drafts"][num_sequences + 1 :] = total_drafts
         host["temperature"][num_sequences:] = 0.0
+        if self.shape.query_len == 1:
+            host["is_chained"][num_sequences:] = 0
+            host["slots"][num_sequences:] = self._runner.num_blocks
         host["token_ids"][num_tokens:] = 0
         host["positions"][num_tokens:] = 0
         host["slot_mapping"][num_tokens:] = -1

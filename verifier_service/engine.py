@@ -143,7 +143,11 @@ class VerifierEngine:
         self._has_news = False
         self._give_up_waiting()
         self._output.idle_links += self._links.take_idle(self._sequences.values())
-        has_begun = not self._is_full and self._begin_step(emit)
+        has_begun = False
+        while not self._is_full and self._begin_step(emit):
+            has_begun = True
+            if not self._pipeline:
+                break  # it ran to its end
         # While the device works on the new step, the gateways are told of the one before.
         self._report()
         self._flush(emit)

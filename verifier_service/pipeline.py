@@ -24,10 +24,10 @@ class Finished:
 
 
 class Pipeline:
-    """At most `MAX_STEPS_IN_FLIGHT` steps, each over sequences of its own. Belongs to the engine's thread.
+    """At most `MAX_STEPS_IN_FLIGHT` steps. Belongs to the engine's thread.
 
     The device takes them in the order of their launch, so a block that one step's sequence gives back may be given to
-    the next step's at once.
+    the next step's at once, and a plain sequence may be in both: what the first samples is the second's input.
     """
 
     def __init__(self, target: Target) -> None:
@@ -46,7 +46,7 @@ class Pipeline:
     @property
     def num_sequences(self) -> int:
         """Sequences in flight."""
-        return sum(len(batch) for batch, _, _ in self._launched)
+        return len({part.sequence for batch, _, _ in self._launched for part in batch})
 
     @property
     def is_oldest_done(self) -> bool:
@@ -60,7 +60,7 @@ class Pipeline:
         if launched is None:
             return False
         for part in batch:
-            part.sequence.is_in_flight = True
+            part.sequence.num_in_flight += 1
         self._launched.append((batch, launched, start_ns))
         return True
 
@@ -68,7 +68,7 @@ class Pipeline:
         """Wait for the oldest step."""
         batch, launched, start_ns = self._launched.popleft()
         for part in batch:
-            part.sequence.is_in_flight = False
+            part.sequence.num_in_flight -= 1
         # A step that stood behind another began when that one ended.
         start_ns = max(start_ns, self._last_end_ns)
         try:

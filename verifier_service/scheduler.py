@@ -29,6 +29,8 @@ class Scheduled:
     num_new: int
     num_drafts: int
     is_sampled: bool
+    # The new token is the one that the step in flight samples; the host does not know it yet.
+    is_chained: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -87,16 +89,40 @@ class Scheduler:
     def schedule(self) -> tuple[list[Scheduled], list[TargetSequence]]:
         """The next step: (its parts, the sequences in it that run for the first time).
 
-        Sequences of steps in flight are left out.
+        Sequences of steps in flight are left out, but for plain ones where all are plain and no prompt waits: those go
+        on from the token that is still being sampled.
         """
         self._step += 1
         self.is_short = False
+        if self._can_chain():
+            return self._schedule_chained(), []
         scheduled: dict[TargetSequence, Scheduled] = {}
         budget = self._continue_running(scheduled, self._max_num_batched_tokens)
         admitted = self._admit_waiting(scheduled, budget)
         for place, sequence in enumerate(scheduled):
             sequence.last_turn = (self._step, place)
         return list(scheduled.values()), admitted
+
+    def _can_chain(self) -> bool:
+        has_chains = False
+        for sequence in self.running:
+            if sequence.is_in_flight:
+                has_chains = has_chains or sequence.can_chain
+            if sequence.drafter is not None or (not sequence.is_in_flight and sequence.num_missing > 1):
+                return False
+        return has_chains and not (self.waiting and len(self.running) < self._max_running)
+
+    def _schedule_chained(self) -> list[Scheduled]:
+        scheduled = []
+        for sequence in self.running:
+            if sequence.is_in_flight and not sequence.can_chain:
+                continue
+            is_chained = sequence.is_in_flight
+            if not self._blocks.grow(sequence.block_ids, sequence.length + is_chained):
+                self.is_short = True
+                return []
+            scheduled.append(Scheduled(sequence, 1, 0, True, is_chained))
+        return scheduled
 
     def _continue_running(self, scheduled: dict[TargetSequence, Scheduled], budget: int) -> int:
         candidates = self._candidates()

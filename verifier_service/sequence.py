@@ -76,8 +76,8 @@ class TargetSequence:
     behind_since: float | None = None
     num_late_in_a_row: int = 0
     has_had_proposal: bool = False
-    # Part of a step that was launched and has not come back.
-    is_in_flight: bool = False
+    # Steps that were launched with it and have not come back: two where the second takes its token from the first.
+    num_in_flight: int = 0
     # Monotonic time at which the last step began, until a proposal answers its verdict.
     step_began: float | None = None
 
@@ -100,6 +100,25 @@ class TargetSequence:
     def num_wanted_drafts(self) -> int:
         """Most draft tokens that a step could use: the step commits one more token than it accepts."""
         return max(min(self.max_draft_tokens, self.length_limit - self.length - 1), 0)
+
+    @property
+    def is_in_flight(self) -> bool:
+        """Whether a step with it has not come back."""
+        return self.num_in_flight > 0
+
+    @property
+    def can_chain(self) -> bool:
+        """Whether the step behind the one in flight is certain to be wanted, but for a stop token.
+
+        Only a plain step commits a number of tokens that is known before.
+        """
+        return (
+            self.num_in_flight == 1
+            and self.drafter is None
+            and self.history is None
+            and self.num_logprobs is None
+            and self.length + 1 < self.length_limit
+        )
 
     @property
     def is_speculating(self) -> bool:

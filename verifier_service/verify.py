@@ -54,12 +54,14 @@ class Launched:
 def launch(target: Target, batch: Sequence[Scheduled]) -> Launched | None:
     """Begin a step without waiting for it; None, and nothing done, where it has parts that no graph holds.
 
-    At most `MAX_STEPS_IN_FLIGHT` steps may be begun and not collected, and no two of them may share a sequence.
+    At most `MAX_STEPS_IN_FLIGHT` steps may be begun and not collected. A sequence that is part of both has no drafts in
+    the first, and the second's part is chained.
     """
     drafts = [part.sequence.proposals.peek(part.num_drafts) for part in batch]
     if target.graphs is None or len(_fitting(target.graphs, batch, drafts)) < len(batch):
         return None
-    return Launched(batch, target.graphs.launch([part.sequence for part in batch], drafts))
+    is_chained = [part.is_chained for part in batch]
+    return Launched(batch, target.graphs.launch([part.sequence for part in batch], drafts, is_chained))
 
 
 def verify(target: Target, batch: Sequence[Scheduled]) -> list[Verified | None]:
@@ -72,7 +74,9 @@ def verify(target: Target, batch: Sequence[Scheduled]) -> list[Verified | None]:
         fitting = _fitting(target.graphs, batch, drafts)
         if fitting:
             run = target.graphs.launch(
-                [batch[index].sequence for index in fitting], [drafts[index] for index in fitting]
+                [batch[index].sequence for index in fitting],
+                [drafts[index] for index in fitting],
+                [batch[index].is_chained for index in fitting],
             )
             for index, (num_accepted, token_ids) in zip(fitting, run.collect(), strict=True):
                 results[index] = _verified(batch[index], num_accepted, token_ids, [])

@@ -26,7 +26,7 @@ from tests.services.harness import (
 from tests.services.reference import greedy
 from tests.services.sequences import LINK, propose, target_sequence
 from tests.services.test_scheduler import decoding, make_scheduler, run
-from verifier_service import gathering
+from verifier_service import gathering, pipeline
 from verifier_service.decode_graph import DecodeGraphs, GraphRun
 from verifier_service.gathering import Gathering
 from verifier_service.pipeline import Pipeline
@@ -47,15 +47,15 @@ def depths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     def load_with_graphs(target: Target) -> None:
         load(target)
         if target.graphs is None:
-            target.graphs = DecodeGraphs(target.runner, max_sequences=8, max_draft_tokens=4, num_candidates=64)
+            target.graphs = DecodeGraphs(target.runner, max_sequences=32, max_draft_tokens=4, num_candidates=64)
 
     monkeypatch.setattr(Target, "load", load_with_graphs)
     found: list[int] = []
     launch = Pipeline.launch
 
-    def counted(pipeline: Pipeline, batch: Sequence[Scheduled]) -> bool:
-        is_launched = launch(pipeline, batch)
-        found.append(len(pipeline))
+    def counted(self: Pipeline, batch: Sequence[Scheduled]) -> bool:
+        is_launched = launch(self, batch)
+        found.append(len(self))
         return is_launched
 
     monkeypatch.setattr(Pipeline, "launch", counted)
@@ -80,13 +80,11 @@ async def test_steps_in_flight_change_nothing(pair: Pair, depths: list[int], mon
     monkeypatch.setattr(GraphRun, "is_done", property(lambda step: numbers.random() < 0.05 and is_done(step)))
     async with running_drafter(drafter_settings(model=draft)) as drafter:
         outputs = []
-        for busy_poll_seconds in (0.0, 0.001):
+        for most in (2, 1):
+            monkeypatch.setattr(pipeline, "MAX_STEPS_IN_FLIGHT", most)
             depths.clear()
             async with (
-                running_verifier(verifier_settings(target, split_from=2), busy_poll_seconds=busy_poll_seconds) as (
-                    verifier,
-                    _,
-                ),
+                running_verifier(verifier_settings(target, split_from=2), busy_poll_seconds=0.001) as (verifier, _),
                 decode_client(verifier.address) as client,
             ):
                 await client.use_drafters(drafter.address)
@@ -96,7 +94,42 @@ async def test_steps_in_flight_change_nothing(pair: Pair, depths: list[int], mon
                 outputs.append([result.token_ids for result in sampled])
                 assert sum(result.num_accepted for result in sampled) > 0
                 await eventually(lambda: verifier_is_empty(client))
-            assert max(depths) == (2 if busy_poll_seconds else 1)
+            assert max(depths) == most
+    assert outputs[0] == outputs[1]
+
+
+async def test_plain_steps_are_chained(pair: Pair, depths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a chained step at the wrong position, with another's token, or one that outlives its sequence's end."""
+    target, _ = pair
+    expected = [greedy(target, prompt, 40) for prompt in PROMPTS]
+    outputs = []
+    for most in (2, 1):
+        monkeypatch.setattr(pipeline, "MAX_STEPS_IN_FLIGHT", most)
+        depths.clear()
+        async with (
+            running_verifier(verifier_settings(target)) as (verifier, _),
+            decode_client(verifier.address) as client,
+        ):
+            plain = await decode_all(client, "", temperature=0.0)
+            assert [result.token_ids for result in plain] == expected
+            # Ends by length and by stop token, at all times and in company.
+            lengths = [client.open(prompt, max_tokens=3 + 4 * i)[1] for i, prompt in enumerate(PROMPTS)]
+            stops = [
+                client.open(prompt, max_tokens=40, stop_token_ids=[tokens[2 + 3 * i]])[1]
+                for i, (prompt, tokens) in enumerate(zip(PROMPTS, expected, strict=True))
+            ]
+            for result in (*lengths, *stops):
+                await eventually(result.done.is_set, timeout=60)
+            assert [result.token_ids for result in lengths] == [
+                tokens[: 3 + 4 * i] for i, tokens in enumerate(expected)
+            ]
+            for i, (result, tokens) in enumerate(zip(stops, expected, strict=True)):
+                assert result.token_ids == tokens[: tokens.index(tokens[2 + 3 * i]) + 1]
+                assert result.finish == "STOP_TOKEN"
+            sampled = await decode_all(client, "", temperature=1.0)
+            outputs.append([result.token_ids for result in sampled])
+            await eventually(lambda: verifier_is_empty(client))
+        assert max(depths) == most
     assert outputs[0] == outputs[1]
 
 
@@ -147,13 +180,13 @@ def test_nobody_in_flight_is_preempted() -> None:
     """Catches blocks taken from a sequence whose step is still reading them, and a scheduler that then stands still."""
     scheduler, blocks = make_scheduler(num_blocks=4)
     first, second = (decoding(scheduler, blocks, length=7, drafter=None) for _ in range(2))
-    second.is_in_flight = True
+    second.num_in_flight = 1
     first.token_ids.append(0)
     first.num_computed = 8
     assert run(scheduler, blocks) == []
     assert scheduler.is_short
     assert second in scheduler.running
-    second.is_in_flight = False
+    second.num_in_flight = 0
     assert [part.sequence for part in run(scheduler, blocks)] == [first]
     assert not scheduler.is_short
     assert second not in scheduler.running
@@ -200,7 +233,7 @@ def test_few_sequences_of_a_drafter_are_verified_together(monkeypatch: pytest.Mo
     propose(missing, [3])
     assert verified(scheduler) == {ready, elsewhere, missing}
     # In flight: its next proposal is worth waiting for as well.
-    missing.is_in_flight = True
+    missing.num_in_flight = 1
     assert verified(scheduler) == {elsewhere}
     clock.now += gathering.MAX_PATIENCE_SECONDS + 0.001
     assert verified(scheduler) == {ready, elsewhere}
@@ -223,7 +256,7 @@ def test_many_sequences_of_a_drafter_are_verified_in_halves(monkeypatch: pytest.
     first = verified(scheduler)
     assert len(first) == 4
     for sequence in first:
-        sequence.is_in_flight = True
+        sequence.num_in_flight = 1
     others = [sequence for sequence in sequences if not sequence.is_in_flight]
     assert verified(scheduler) == set(others)
     others[0].proposals.clear()
