@@ -27,6 +27,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     set_up_logging(settings.log_level, "gateway", settings.log_format)
     try:
         return run(lambda: make_server(settings, tokenizer, telemetry))
+    except BadSettingsError as error:
+        print(f"gateway: {error}", file=sys.stderr)
+        return 2
     finally:
         telemetry.shutdown()
 
