@@ -82,6 +82,11 @@ class GatewaySettings(ServiceSettings):
         "stays in it; unset: as many as OTEL_TRACES_SAMPLER says",
     )
 
+    @property
+    def serves_metrics(self) -> bool:
+        """Whether metrics can be read somewhere, if only at /metrics of the HTTP port."""
+        return self.metrics_listen is not None or self.http_listen is not None
+
     @model_validator(mode="after")
     def _check_dashboard(self) -> Self:
         if self.dashboard and self.http_listen is None:

@@ -15,7 +15,9 @@ from gateway.auth import ANONYMOUS, Caller
 from gateway.generator import Generator
 from gateway.http.errors import routing_error
 from gateway.http.health import health_routes
+from gateway.http.metrics import metrics_routes
 from gateway.http.openai_routes import openai_routes
+from gateway.metrics import GatewayMetrics
 from gateway.settings import GatewaySettings
 from gateway.tokenizer import Tokenizer
 from gateway.verifier_pool import VerifierPool
@@ -36,13 +38,14 @@ class Front:
     # Whether new requests are welcome: false while loading and from the moment of draining.
     is_serving: Callable[[], bool]
     dashboard: Dashboard | None = None
+    metrics: GatewayMetrics | None = None
     # Who sends an `Authorization` header. Raises UnauthenticatedError.
     authenticate: Callable[[str | None], Caller] = lambda authorization: ANONYMOUS
 
 
 def make_app(front: Front) -> Starlette:
     """The ASGI application. Raises BadSettingsError for a chat template that is not usable."""
-    routes: list[BaseRoute] = [*health_routes(front.is_serving), *openai_routes(front)]
+    routes: list[BaseRoute] = [*health_routes(front.is_serving), *metrics_routes(front.metrics), *openai_routes(front)]
     if front.dashboard is not None:
         from gateway.dashboard.routes import dashboard_routes
 
