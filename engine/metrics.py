@@ -59,6 +59,9 @@ class ServiceMetrics:
             "gRPC messages on the wire, without the framing of HTTP/2",
             {"peer": self.peers, "direction": ("sent", "received")},
         )
+        self.tasks = self.instruments.gauge(
+            f"outrider.{self.service}.tasks", "{task}", "Tasks of the event loop: where one leaks, they grow"
+        )
         self._provider: MeterProvider | None = None
         self._registry: CollectorRegistry | None = None
         self._server: tuple[WSGIServer, threading.Thread] | None = None

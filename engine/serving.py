@@ -124,6 +124,8 @@ class Server:
         """Bind, then start the component. Raises OSError when the address is taken."""
         await self._health.start(self._settings.health_listen)
         if self._metrics is not None:
+            loop = asyncio.get_running_loop()
+            self._metrics.tasks.follow(lambda: {(): len(asyncio.all_tasks(loop))})
             self._metrics.start(self._settings.metrics_listen)
         host = self._settings.listen.rpartition(":")[0]
         try:
