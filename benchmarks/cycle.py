@@ -76,7 +76,7 @@ def split_of(traces: Iterable[Iterable[Span]]) -> dict[str, float] | None:
 
 
 @contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
+def environment_of(variables: dict[str, str]) -> Iterator[None]:
     """Set environment variables, which the services inherit, for as long as entered."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
@@ -97,7 +97,7 @@ async def _measure(options: argparse.Namespace, pair: PairDirectory, recorder: R
         128 + options.output_tokens + options.num_draft_tokens,
         max(deadline - time.monotonic(), 10.0),
     )
-    with TraceCollector() as collector, _environment(collector.environment):
+    with TraceCollector() as collector, environment_of(collector.environment):
         progress("starting the services, tracing on")
         async with (
             make_cluster(pair, placement, log_directory=options.logs) as cluster,

@@ -85,7 +85,7 @@ async def run_wave(
     """Send all requests at once and wait for all. Raises ClientError when one fails."""
     start = time.perf_counter()
     tasks = [
-        asyncio.create_task(_request(client, workload, prompt, seed + index, timeout_seconds, num_logprobs))
+        asyncio.create_task(run_request(client, workload, prompt, seed + index, timeout_seconds, num_logprobs))
         for index, prompt in enumerate(prompts)
     ]
     try:
@@ -97,14 +97,15 @@ async def run_wave(
     return Wave(requests, time.perf_counter() - start)
 
 
-async def _request(
+async def run_request(
     client: AsyncClient,
     workload: Workload,
     prompt: Sequence[int],
     seed: int,
     timeout_seconds: float,
-    num_logprobs: int | None,
+    num_logprobs: int | None = None,
 ) -> Request:
+    """One request, from its start to its end. Raises ClientError when it fails."""
     request = Request(time.perf_counter())
     async for event in client.stream(
         token_ids=prompt,

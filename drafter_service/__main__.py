@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from drafter_service.factory import make_drafter, resolve_busy_poll
+from drafter_service.metrics import DrafterMetrics
 from drafter_service.service import DrafterService
 from drafter_service.settings import DrafterSettings
 from engine.logs import set_up_logging
@@ -14,7 +15,13 @@ from engine.telemetry import Telemetry
 from outrider.v1 import drafter_pb2, drafter_pb2_grpc
 
 
-def make_server(settings: DrafterSettings, telemetry: Telemetry, *, busy_poll_seconds: float = 0.0) -> Server:
+def make_server(
+    settings: DrafterSettings,
+    telemetry: Telemetry,
+    metrics: DrafterMetrics | None = None,
+    *,
+    busy_poll_seconds: float = 0.0,
+) -> Server:
     """The whole service, not yet started. Raises BadSettingsError for what only shows when the drafter is made."""
     service = DrafterService(
         make_drafter(settings),
@@ -28,7 +35,7 @@ def make_server(settings: DrafterSettings, telemetry: Telemetry, *, busy_poll_se
     registration = Registration(
         name, lambda server: drafter_pb2_grpc.add_DrafterServiceServicer_to_server(service, server)
     )
-    return Server(settings, service, [registration])
+    return Server(settings, service, [registration], metrics=metrics)
 
 
 def main(arguments: list[str]) -> int:
@@ -36,10 +43,11 @@ def main(arguments: list[str]) -> int:
     try:
         settings = DrafterSettings.load(arguments, program="python -m drafter_service")
         set_up_logging(settings.log_level, "drafter", settings.log_format)
+        metrics = DrafterMetrics.from_environment(is_scraped=settings.metrics_listen is not None)
         telemetry = Telemetry.from_environment("drafter")
         busy_poll_seconds = resolve_busy_poll(settings)
         return run(
-            lambda: make_server(settings, telemetry, busy_poll_seconds=busy_poll_seconds),
+            lambda: make_server(settings, telemetry, metrics, busy_poll_seconds=busy_poll_seconds),
             busy_poll_seconds=busy_poll_seconds,
         )
     except (BadSettingsError, ValueError, OSError) as error:

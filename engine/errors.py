@@ -7,6 +7,9 @@ from __future__ import annotations
 
 import grpc
 
+# Longer ones of another service are cut.
+MAX_RETRY_DELAY_SECONDS = 3600.0
+
 
 class OutriderError(Exception):
     """An error with a gRPC status; the message is for the caller."""
@@ -93,7 +96,11 @@ def code_number(code: grpc.StatusCode) -> int:
 
 
 def from_code_number(number: int, message: str, *, retry_delay_seconds: float = 0.0) -> OutriderError:
-    """The error for a status number that another service sent; an unknown number becomes INTERNAL."""
+    """The error for a status number that another service sent; an unknown number, or OK, becomes INTERNAL."""
+    if not 0 <= retry_delay_seconds <= MAX_RETRY_DELAY_SECONDS:
+        retry_delay_seconds = MAX_RETRY_DELAY_SECONDS if retry_delay_seconds > MAX_RETRY_DELAY_SECONDS else 0.0
+    if number == 0:
+        return InternalError(message)
     for code in grpc.StatusCode:
         if code_number(code) == number:
             known = _BY_CODE.get(code)

@@ -23,7 +23,9 @@ from engine.busy_poll import new_event_loop
 from engine.errors import UnavailableError
 from engine.health import Health
 from engine.interceptor import ErrorInterceptor
+from engine.metrics import ServiceMetrics
 from engine.settings import ServiceSettings
+from engine.wire_bytes import WireInterceptor
 
 logger = logging.getLogger(__name__)
 
@@ -87,14 +89,19 @@ class Server:
         registrations: Sequence[Registration],
         *,
         keepalive: Keepalive = LINK_KEEPALIVE,
+        metrics: ServiceMetrics | None = None,
     ) -> None:
         self._settings = settings
+        self._metrics = metrics
         self._component = component
         self._phase = Phase.LOADING
         names = [registration.full_name for registration in registrations]
         self._health = Health(names)
         self._server = grpc.aio.server(
-            interceptors=[ErrorInterceptor(self._gate)],
+            interceptors=[
+                ErrorInterceptor(self._gate),
+                *([WireInterceptor(metrics.wire_bytes, metrics.peers[0])] if metrics and metrics.is_enabled else []),
+            ],
             options=channel_options(settings.max_message_bytes, server=True, keepalive=keepalive),
         )
         for registration in registrations:
@@ -104,6 +111,11 @@ class Server:
         self.address = ""
 
     @property
+    def metrics_address(self) -> str:
+        """host:port of the metrics, empty where there are none."""
+        return self._metrics.address if self._metrics is not None else ""
+
+    @property
     def health_address(self) -> str:
         """host:port of the port with health checks alone, empty where there is none."""
         return self._health.address
@@ -111,6 +123,10 @@ class Server:
     async def start(self) -> None:
         """Bind, then start the component. Raises OSError when the address is taken."""
         await self._health.start(self._settings.health_listen)
+        if self._metrics is not None:
+            loop = asyncio.get_running_loop()
+            self._metrics.tasks.follow(lambda: {(): len(asyncio.all_tasks(loop))})
+            self._metrics.start(self._settings.metrics_listen)
         host = self._settings.listen.rpartition(":")[0]
         try:
             port = self._server.add_insecure_port(self._settings.listen)
@@ -136,12 +152,19 @@ class Server:
         await self._component.stop()
         await self._server.stop(grace=1.0)
         await self._health.stop()
+        await self._stop_metrics()
         logger.info("stopped")
 
     async def abandon(self) -> None:
         """Stop serving a component that never came to start; a gRPC server that nobody stops can hang the process."""
         await self._server.stop(grace=None)
         await self._health.stop()
+        await self._stop_metrics()
+
+    async def _stop_metrics(self) -> None:
+        if self._metrics is not None:
+            # What is left is exported, to somebody who may not answer.
+            await asyncio.to_thread(self._metrics.stop)
 
     def _gate(self) -> None:
         # While draining, each component decides for itself: what runs goes on, what is new is refused.
@@ -157,12 +180,15 @@ def channel_options(
     `server_name` is the name that a client expects its peer to prove, where that is not the host that it dials: what
     DNS was asked for.
     """
-    interval_ms = round(keepalive.interval_seconds * 1e3)
+    interval_ms, timeout_ms = round(keepalive.interval_seconds * 1e3), round(keepalive.timeout_seconds * 1e3)
     options: list[tuple[str, int | str]] = [
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
         ("grpc.keepalive_time_ms", interval_ms),
-        ("grpc.keepalive_timeout_ms", round(keepalive.timeout_seconds * 1e3)),
+        ("grpc.keepalive_timeout_ms", timeout_ms),
+        # What counts in fact: gRPC's core never starts the timer of the option above (grpc/grpc#39239), and waits a
+        # minute without this one.
+        ("grpc.http2.ping_timeout_ms", timeout_ms),
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
     ]

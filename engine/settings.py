@@ -62,6 +62,9 @@ class ServiceSettings(BaseSettings):
         default=None,
         description="host:port of a second port with health checks alone, never encrypted, for probes; unset: none",
     )
+    metrics_listen: str | None = Field(
+        default=None, description="host:port to serve metrics on, as Prometheus reads them, at /metrics; unset: none"
+    )
     max_message_bytes: int = Field(
         default=64 << 20, ge=1 << 16, description="largest gRPC message in either direction, bytes"
     )
@@ -74,6 +77,15 @@ class ServiceSettings(BaseSettings):
     log_format: LogFormat = Field(
         default="auto", description="text for a person or json for a collector; auto is text on a terminal"
     )
+
+    @field_validator("metrics_listen")
+    @classmethod
+    def _check_metrics_listen(cls, address: str | None) -> str | None:
+        if address is not None:
+            host, _, port = address.rpartition(":")
+            if not host or not port.isdigit() or int(port) >= 1 << 16:
+                raise ValueError(f"{address!r} is not host:port")
+        return address
 
     @classmethod
     def settings_customise_sources(

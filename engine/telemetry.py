@@ -53,7 +53,7 @@ class Telemetry:
         if exporter is None:
             return cls()
         _check_sampler(environment)
-        provider = TracerProvider(resource=_resource(service))
+        provider = TracerProvider(resource=service_resource(service))
         if wrap_sampler is not None:
             provider.sampler = wrap_sampler(provider.sampler)
         provider.add_span_processor(BatchSpanProcessor(exporter))
@@ -94,7 +94,8 @@ def is_sampled(traceparent: str) -> bool:
         return False
 
 
-def _resource(service: str) -> Resource:
+def service_resource(service: str) -> Resource:
+    """What all signals of a service say about where they come from."""
     defaults = {SERVICE_NAME: f"outrider-{service}", SERVICE_NAMESPACE: "outrider"}
     # OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES are the operator's word and win over ours.
     detected = {

@@ -10,6 +10,7 @@ from gateway.admission import Admission
 from gateway.discovery import Resolver
 from gateway.generation_service import GenerationService
 from gateway.generator import Generator
+from gateway.metrics import GatewayMetrics
 from gateway.served_model import ServedModel
 from gateway.settings import GatewaySettings
 from gateway.tokenizer import Tokenizer
@@ -31,10 +32,12 @@ class Gateway:
         settings: GatewaySettings,
         tokenizer: Tokenizer | None,
         telemetry: Telemetry,
+        metrics: GatewayMetrics | None = None,
         *,
         resolver: Resolver | None = None,
     ) -> None:
         self._settings = settings
+        self._metrics = metrics
         self._tokenizer = tokenizer
         self._pool = VerifierPool(
             settings.verifiers,
@@ -122,6 +125,7 @@ class Gateway:
             telemetry=telemetry,
             is_serving=lambda: self._is_serving,
             dashboard=self._dashboard,
+            metrics=self._metrics,
         )
         return HttpServer(make_app(front), self._settings.http_listen)
 
@@ -134,13 +138,14 @@ def make_server(
     settings: GatewaySettings,
     tokenizer: Tokenizer | None,
     telemetry: Telemetry,
+    metrics: GatewayMetrics | None = None,
     *,
     resolver: Resolver | None = None,
 ) -> Server:
     """The gateway's server, not yet started. Without a `resolver` names are looked up as the system does."""
-    gateway = Gateway(settings, tokenizer, telemetry, resolver=resolver)
+    gateway = Gateway(settings, tokenizer, telemetry, metrics, resolver=resolver)
 
     def add(server: object) -> None:
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(gateway.service, server)  # type: ignore[arg-type]
 
-    return Server(settings, gateway, [Registration(SERVICE_NAME, add)], keepalive=CLIENT_KEEPALIVE)
+    return Server(settings, gateway, [Registration(SERVICE_NAME, add)], keepalive=CLIENT_KEEPALIVE, metrics=metrics)

@@ -61,12 +61,14 @@ class Generator:
         *,
         caller: Caller = ANONYMOUS,
         seconds_left: float | None = None,
+        has_special_tokens: bool = False,
     ) -> AsyncGenerator[Event, None]:
         """The events of one completion: Started, Chunks, Finished. Raises OutriderError.
 
         What is cheap to check is checked before the request waits for a place; tokenizing is not cheap. Nothing comes
         before the verifier's first answer, so that a sequence it refuses can still go elsewhere. Closing the generator
         at any point closes the sequence at the verifier. `seconds_left` is the time until the call's deadline.
+        `has_special_tokens`: the tokenizer adds none to the prompt's text, which has them already.
         """
         arrived, arrived_ns = time.monotonic(), time.time_ns()
         check_request(request, self._pool.model, has_tokenizer=self._tokenizer is not None)
@@ -75,7 +77,9 @@ class Generator:
         finally:
             request_trace.queued(arrived_ns, time.time_ns())
         with place:
-            prompt_token_ids = await self._tokenize(request, place, request_trace)
+            prompt_token_ids = await self._tokenize(
+                request, place, request_trace, add_special_tokens=not has_special_tokens
+            )
             detokenizer = self._tokenizer.detokenizer() if self._tokenizer is not None else None
             sequence = Sequence(
                 next(self._sequence_ids),
@@ -116,13 +120,18 @@ class Generator:
             watcher.left(sequence)
 
     async def _tokenize(
-        self, request: generation_pb2.GenerateRequest, place: Place, request_trace: RequestTrace
+        self,
+        request: generation_pb2.GenerateRequest,
+        place: Place,
+        request_trace: RequestTrace,
+        *,
+        add_special_tokens: bool,
     ) -> list[int]:
         if request.WhichOneof("input") == "token_ids":
             return list(request.token_ids.ids)
         assert self._tokenizer is not None
         began = time.time_ns()
-        encoding = asyncio.ensure_future(self._tokenizer.encode(request.prompt))
+        encoding = asyncio.ensure_future(self._tokenizer.encode(request.prompt, add_special_tokens=add_special_tokens))
         # A long text is tokenized in a thread, which goes on when the client has left.
         place.holds_for(encoding)
         token_ids = await asyncio.shield(encoding)

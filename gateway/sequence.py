@@ -10,6 +10,7 @@ from typing import cast
 from engine.errors import InternalError, OutriderError, from_code_number
 from engine.wire import unpack_tokens
 from gateway.output_text import OutputText
+from gateway.validation import MAX_DRAFT_TOKENS
 from outrider.v1 import common_pb2, generation_pb2, verifier_pb2
 
 
@@ -182,6 +183,11 @@ def _checked_token_ids(update: verifier_pb2.SequenceUpdate) -> list[int]:
     if update.logprobs and len(update.logprobs) != len(token_ids):
         raise InternalError(
             f"the verifier sent a malformed update: {len(update.logprobs)} log-probabilities of {len(token_ids)} tokens"
+        )
+    if update.num_draft_tokens > MAX_DRAFT_TOKENS:
+        raise InternalError(
+            f"the verifier sent a malformed update: {update.num_draft_tokens} draft tokens, "
+            f"at most {MAX_DRAFT_TOKENS} are verified in a step"
         )
     if update.num_accepted_tokens > update.num_draft_tokens:
         raise InternalError(

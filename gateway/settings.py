@@ -40,6 +40,9 @@ class GatewaySettings(ServiceSettings):
         default=None,
         description="model directory with tokenizer.json; without it prompts are token ids only",
     )
+    chat_template: Path | None = Field(
+        default=None, description="file with a chat template in Jinja; default: the one that the tokenizer came with"
+    )
     model_name: str | None = Field(
         default=None, min_length=1, description="name that clients see; default: the target model's own"
     )
@@ -52,8 +55,8 @@ class GatewaySettings(ServiceSettings):
     max_queue_seconds: float = Field(
         default=30.0,
         gt=0,
-        description="a request that would have to wait longer for a place is refused at once, seconds; one that was let "
-        "in all the same, at twice that",
+        description="a request that would have to wait longer for a place is refused at once, seconds; one that was "
+        "let in all the same, at twice that",
     )
     drafter_wait_seconds: float = Field(
         default=5.0,
@@ -78,6 +81,11 @@ class GatewaySettings(ServiceSettings):
         description="most requests a second that begin a trace of their own; a request that is part of a trace already "
         "stays in it; unset: as many as OTEL_TRACES_SAMPLER says",
     )
+
+    @property
+    def serves_metrics(self) -> bool:
+        """Whether metrics can be read somewhere, if only at /metrics of the HTTP port."""
+        return self.metrics_listen is not None or self.http_listen is not None
 
     @model_validator(mode="after")
     def _check_dashboard(self) -> Self:

@@ -18,6 +18,7 @@ from engine.fingerprint import tokenizer_fingerprint
 from engine.settings import BadSettingsError
 from gateway.detokenizer import Detokenizer, TokenKind
 from gateway.served_model import ServedModel
+from gateway.token_bytes import token_bytes
 
 # Characters that are tokenized on the event loop: about 1 ms. A thread costs less than a longer text holds up others.
 MAX_CHARACTERS_ON_LOOP = 2048
@@ -35,11 +36,13 @@ class Tokenizer:
         self._tokenizer = tokenizer
         self._fingerprint = fingerprint
         added = tokenizer.get_added_tokens_decoder()
+        self._added = frozenset(added)
         self._special = frozenset(token_id for token_id, token in added.items() if token.special)
         self._kinds: dict[int, TokenKind] = {}
+        self._bytes: dict[int, bytes] = {}
         decoder = json.loads(tokenizer.to_str())["decoder"] or {}
-        types = [part["type"] for part in (decoder, *decoder.get("decoders", ()))]
-        self.has_byte_fallback = "ByteFallback" in types
+        self._decoders = frozenset(part["type"] for part in (decoder, *decoder.get("decoders", ())))
+        self.has_byte_fallback = "ByteFallback" in self._decoders
 
     @classmethod
     def from_directory(cls, directory: Path) -> Tokenizer:
@@ -52,11 +55,11 @@ class Tokenizer:
         except Exception as error:  # the package raises bare Exception for a file that does not parse
             raise BadSettingsError(f"tokenizer: {file} is no tokenizer: {error}") from error
 
-    async def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, with the special tokens that the tokenizer's own template adds."""
+    async def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt, with the special tokens that the tokenizer's own template adds unless told not to."""
         if len(text) <= MAX_CHARACTERS_ON_LOOP:
-            return self._encode(text)
-        return await asyncio.to_thread(self._encode, text)
+            return self._encode(text, add_special_tokens)
+        return await asyncio.to_thread(self._encode, text, add_special_tokens)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of token ids, special tokens skipped."""
@@ -69,6 +72,23 @@ class Tokenizer:
         if kind is None:
             kind = self._kinds[token_id] = self._classify(token_id)
         return kind
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """What one token contributes to a text, in UTF-8; a special token stands for itself, an unknown id is empty."""
+        data = self._bytes.get(token_id)
+        if data is None:
+            token = self._tokenizer.id_to_token(token_id)
+            data = self._bytes[token_id] = (
+                b""
+                if token is None
+                else token_bytes(
+                    token,
+                    is_added=token_id in self._added,
+                    decoders=self._decoders,
+                    decode=lambda: self._tokenizer.decode([token_id]),
+                )
+            )
+        return data
 
     def detokenizer(self) -> Detokenizer:
         """A detokenizer for one sequence."""
@@ -87,8 +107,8 @@ class Tokenizer:
                 f"vocabulary_size: the gateway's tokenizer has {num_ids} token ids, the model {model.vocabulary_size}"
             )
 
-    def _encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text).ids
+    def _encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
         return ids
 
     def _classify(self, token_id: int) -> TokenKind:

@@ -8,6 +8,7 @@ import logging
 import random
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 import grpc
 
@@ -19,6 +20,8 @@ from gateway.served_model import ServedModel
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
 
 logger = logging.getLogger(__name__)
+
+_Message = TypeVar("_Message")
 
 FIRST_BACKOFF_SECONDS = 0.2
 LAST_BACKOFF_SECONDS = 2.0
@@ -177,7 +180,7 @@ class VerifierLink:
 
     async def _connect(self, stub: verifier_pb2_grpc.VerifierServiceAsyncStub) -> None:
         """Handshake, then serve the stream; returns when the verifier ends it, raises when it breaks."""
-        info = await stub.GetInfo(verifier_pb2.VerifierServiceGetInfoRequest(), timeout=HANDSHAKE_SECONDS)
+        info = _parsed(await stub.GetInfo(verifier_pb2.VerifierServiceGetInfoRequest(), timeout=HANDSHAKE_SECONDS))
         model = ServedModel.from_info(info)
         self._accept(model)
         self.model = model
@@ -232,7 +235,7 @@ class VerifierLink:
         self, call: grpc.aio.StreamStreamCall[verifier_pb2.DecodeRequest, verifier_pb2.DecodeResponse]
     ) -> None:
         async for frame in call:
-            for update in frame.updates:
+            for update in _parsed(frame).updates:
                 # Updates of a sequence that was just closed may still be on their way.
                 decoding = self._decodings.get(update.sequence_id)
                 if decoding is None:
@@ -292,6 +295,13 @@ def _pool(drafters: Iterable[Endpoint]) -> verifier_pb2.DrafterPool:
         addresses=[drafter.address for drafter in drafters],
         server_names={drafter.address: drafter.server_name for drafter in drafters if drafter.server_name},
     )
+
+
+def _parsed(message: _Message | None) -> _Message:
+    # What gRPC hands out in place of a message that does not parse.
+    if message is None:
+        raise UnavailableError("the verifier sent bytes that are no message", retry_delay_seconds=1.0)
+    return message
 
 
 async def _ends_soon(task: asyncio.Task[None]) -> bool:

@@ -70,6 +70,7 @@ def dashboard_routes(front: Front, dashboard: Dashboard) -> list[BaseRoute]:
         front.telemetry,
         host=front.settings.http_listen.rpartition(":")[0],
         trace_prompts=front.settings.trace_prompts,
+        authenticate=front.authenticate,
     ).routes()
 
 

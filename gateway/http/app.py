@@ -7,11 +7,17 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute
 
 from engine.telemetry import Telemetry
+from gateway.auth import ANONYMOUS, Caller
 from gateway.generator import Generator
+from gateway.http.errors import routing_error
 from gateway.http.health import health_routes
+from gateway.http.metrics import metrics_routes
+from gateway.http.openai_routes import openai_routes
+from gateway.metrics import GatewayMetrics
 from gateway.settings import GatewaySettings
 from gateway.tokenizer import Tokenizer
 from gateway.verifier_pool import VerifierPool
@@ -32,13 +38,16 @@ class Front:
     # Whether new requests are welcome: false while loading and from the moment of draining.
     is_serving: Callable[[], bool]
     dashboard: Dashboard | None = None
+    metrics: GatewayMetrics | None = None
+    # Who sends an `Authorization` header. Raises UnauthenticatedError.
+    authenticate: Callable[[str | None], Caller] = lambda authorization: ANONYMOUS
 
 
 def make_app(front: Front) -> Starlette:
-    """The ASGI application."""
-    routes: list[BaseRoute] = [*health_routes(front.is_serving)]
+    """The ASGI application. Raises BadSettingsError for a chat template that is not usable."""
+    routes: list[BaseRoute] = [*health_routes(front.is_serving), *metrics_routes(front.metrics), *openai_routes(front)]
     if front.dashboard is not None:
         from gateway.dashboard.routes import dashboard_routes
 
         routes += dashboard_routes(front, front.dashboard)
-    return Starlette(routes=routes)
+    return Starlette(routes=routes, exception_handlers={HTTPException: routing_error})

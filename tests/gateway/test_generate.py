@@ -40,8 +40,8 @@ def steps_of(ids: list[int], finish: generation_pb2.FinishReason, size: int = 3)
             update(
                 message.sequence_id,
                 ids[start : start + size],
-                drafted=size,
-                accepted=len(ids[start : start + size]) - 1,
+                drafted=min(size, 32),
+                accepted=min(len(ids[start : start + size]) - 1, 32),
                 finish=finish if start == starts[-1] else None,
             )
             for start in starts

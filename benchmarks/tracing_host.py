@@ -1,0 +1,262 @@
+"""What tracing costs the host: verifier's and drafter's engines at full batch, with models that take no time.
+
+    python -m benchmarks.tracing_host
+
+Both engines, their protocol between them and the making, encoding and serializing of spans run in this one process;
+sending them is left out. The CPU time of a cycle (one verify step of the whole batch and the drafts for the next) is
+compared between tracing off, a ratio of 1% and 100%. A cycle at batch 64 takes a GPU pair about 20 ms.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+
+import verifier_service.engine
+from drafter_service.drafter import Draft, Drafter
+from drafter_service.engine import DrafterEngine, DraftRecords, EngineOutput, FrameArrived
+from drafter_service.sequence import DraftSequence
+from engine.block_manager import BlockManager
+from engine.sampling_parameters import SamplingParameters
+from engine.telemetry import Telemetry, context_of
+from outrider.v1 import common_pb2, verifier_pb2
+from verifier_service.engine import VerifierEngine
+from verifier_service.events import LinkUp, ProposalsArrived, SequenceOpened, StepOutput
+from verifier_service.scheduler import Scheduled
+from verifier_service.sequence import LinkKey, TargetSequence
+from verifier_service.sequence_trace import SequenceTrace
+from verifier_service.session import Session
+from verifier_service.verify import Verified
+
+BATCH = 64
+K = 4
+OUTPUT_TOKENS = 512
+PROMPT_TOKENS = 128
+CYCLE_SECONDS = 0.020
+LINK = LinkKey("drafter:1", 1)
+MODES = {"off": None, "1%": 0.01, "100%": 1.0}
+
+
+class _Encoder(SpanExporter):
+    """What the OTLP exporter does, up to the network."""
+
+    num_spans = 0
+    num_bytes = 0
+
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
+        self.num_bytes += len(encode_spans(spans).SerializeToString())
+        self.num_spans += len(spans)
+        return SpanExportResult.SUCCESS
+
+
+class _Target:
+    """As much of a target model as the engine asks for."""
+
+    vocabulary_size = 1000
+    max_num_batched_tokens = 1 << 15
+
+    def load(self) -> None:
+        self.blocks = BlockManager(BATCH * 64, 16)
+
+
+class _Drafter:
+    """Proposes the same tokens again and again, with distributions as wide as a model's."""
+
+    kind, name, revision, tokenizer_fingerprint = "model", "draft", "", ""
+    vocabulary_size, max_length, num_kv_blocks, num_free_kv_blocks = 1000, 0, 0, 0
+    _ids = np.tile(np.arange(64, dtype=np.int32), (K, 1))
+    _weights = np.full((K, 64), 1024, np.int32)
+
+    def load(self) -> None:
+        pass
+
+    def draft(self, wanting: Sequence[DraftSequence]) -> list[Draft]:
+        return [Draft(sequence, [1] * K, self._ids, self._weights) for sequence in wanting]
+
+    def release(self, sequence: DraftSequence) -> None:
+        pass
+
+
+def _verify(target: Any, batch: Sequence[Scheduled]) -> list[Verified]:
+    """Accepts two and recovers one, as often as there are so many."""
+    accepted, recovered = common_pb2.TOKEN_ORIGIN_ACCEPTED, common_pb2.TOKEN_ORIGIN_RECOVERED
+    results = []
+    for part in batch:
+        num_accepted = min(2, part.num_drafts)
+        results.append(Verified([1] * num_accepted + [2], num_accepted, [accepted] * num_accepted + [recovered], []))
+    return results
+
+
+@dataclass(frozen=True)
+class Cost:
+    """CPU time of a cycle in microseconds, and spans of it."""
+
+    microseconds: float
+    num_spans: float
+    num_bytes: float
+
+
+class Pair:
+    """The two engines, with one gateway's session."""
+
+    def __init__(self, ratio: float | None, step_spans: int) -> None:
+        self._ratio = ratio
+        self._step_spans = step_spans
+        self.encoder = _Encoder()
+        self.telemetry = Telemetry()
+        if ratio is not None:
+            provider = TracerProvider()
+            provider.add_span_processor(BatchSpanProcessor(self.encoder, max_queue_size=1 << 18))
+            self.telemetry = Telemetry.from_provider(provider)
+        self._session = Session(1, "target", self.telemetry)
+        self._ids = itertools.count(1)
+        target: Any = _Target()
+        drafter: Drafter = _Drafter()  # type: ignore[assignment]  # its numbers of blocks are no properties
+        self._verifier = VerifierEngine(target, **_verifier_options())
+        self._drafter = DrafterEngine(
+            drafter, max_sequences=BATCH, is_tracing=self.telemetry.is_enabled, step_spans=step_spans
+        )
+        self._verifier.load()
+        self._verifier.handle(LinkUp(LINK, 0))
+        self._num_open = 0
+
+    def cycle(self) -> None:
+        """One step of each engine, over a full batch."""
+        while self._num_open < BATCH:
+            self._open()
+        self._verifier.step(self._from_verifier)
+        self._drafter.step(self._from_drafter)
+
+    def _open(self) -> None:
+        number = next(self._ids)
+        self._num_open += 1
+        traceparent = ""
+        if self._ratio is not None:
+            # Every so many requests one that is sampled; the others say that they are not.
+            flags = "01" if self._ratio and number % round(1 / self._ratio) == 0 else "00"
+            traceparent = f"00-{number:032x}-{number:016x}-{flags}"
+        opening = verifier_pb2.OpenDecoding(sequence_id=number, traceparent=traceparent, request_id=str(number))
+        # The first requests end at different times, as they would.
+        length = PROMPT_TOKENS + (OUTPUT_TOKENS * (number % BATCH + 1) // BATCH if number <= BATCH else OUTPUT_TOKENS)
+        sequence = TargetSequence(
+            session_id=1,
+            sequence_id=number,
+            link_sequence_id=number,
+            token_ids=[3] * PROMPT_TOKENS,
+            num_prompt_tokens=PROMPT_TOKENS,
+            sampling=SamplingParameters(temperature=1.0),
+            length_limit=length,
+            eos_token_ids=frozenset(),
+            stop_token_ids=frozenset(),
+            num_logprobs=None,
+            max_draft_tokens=K,
+            verification=common_pb2.VERIFICATION_UNSPECIFIED,
+            drafter=LINK,
+            traceparent=self._session.start_span(opening),
+            request_id=str(number),
+            arrived_ns=time.time_ns(),
+            history=None,
+        )
+        if self._session.is_tracing(number):
+            sequence.trace = SequenceTrace(self._step_spans)
+        self._verifier.handle(SequenceOpened(sequence))
+
+    def _from_verifier(self, output: StepOutput) -> None:
+        for frame in output.link_frames.values():
+            self._drafter.handle(FrameArrived(1, frame))
+        for records in output.records:
+            self._session.record(records)
+        for response in output.session_frames.values():
+            self._num_open -= sum(update.HasField("ended") for update in response.updates)
+            self._session.send(response)
+            self._session.outbox.get_nowait()
+
+    def _from_drafter(self, output: EngineOutput) -> None:
+        if isinstance(output, DraftRecords):
+            for traceparent, record in output.records:
+                span = self.telemetry.tracer.start_span(
+                    record.name,
+                    context=context_of(traceparent),
+                    start_time=record.start_ns,
+                    attributes=record.attributes,
+                )
+                span.end(record.end_ns)
+        else:
+            self._verifier.handle(ProposalsArrived(LINK, output.frame))
+
+
+def measure(ratio: float | None, *, num_cycles: int, step_spans: int) -> Cost:
+    """The cost of a cycle, means over `num_cycles`."""
+    original = verifier_service.engine.verify
+    verifier_service.engine.verify = _verify  # type: ignore[assignment]
+    try:
+        pair = Pair(ratio, step_spans)
+        for _ in range(20):
+            pair.cycle()
+        start = time.process_time()
+        for _ in range(num_cycles):
+            pair.cycle()
+        # The last spans are encoded as well.
+        pair.telemetry.shutdown()
+        seconds = time.process_time() - start
+    finally:
+        verifier_service.engine.verify = original
+    return Cost(1e6 * seconds / num_cycles, pair.encoder.num_spans / num_cycles, pair.encoder.num_bytes / num_cycles)
+
+
+def _verifier_options() -> dict[str, Any]:
+    return {"max_running": BATCH, "max_waiting": BATCH, "split_from": 1 << 30, "draft_timeout": 60.0}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run; the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cycles", type=int, default=1000, help="of a measurement (default %(default)s)")
+    parser.add_argument("--rounds", type=int, default=5, help="measurements of each mode (default %(default)s)")
+    parser.add_argument("--step-spans", type=int, default=32, help="as the services' setting (default %(default)s)")
+    options = parser.parse_args(arguments)
+    costs: dict[str, list[Cost]] = {name: [] for name in MODES}
+    for _ in range(options.rounds):
+        # In turns, so that what else the machine does meets all of them.
+        for name, ratio in MODES.items():
+            costs[name].append(measure(ratio, num_cycles=options.cycles, step_spans=options.step_spans))
+    base = statistics.median(cost.microseconds for cost in costs["off"])
+    print(f"batch {BATCH}, K = {K}, medians of {options.rounds} x {options.cycles} cycles")
+    for name, found in costs.items():
+        middle = statistics.median(cost.microseconds for cost in found)
+        share = (middle - base) * 1e-6 / CYCLE_SECONDS
+        print(
+            f"{name:>5}: {middle:8.0f} us a cycle, {middle - base:+7.0f} us for tracing "
+            f"({share:+.2%} of a cycle of {1e3 * CYCLE_SECONDS:.0f} ms), {found[0].num_spans:.2f} spans, "
+            f"{found[0].num_bytes:.0f} bytes"
+        )
+    print(f"  off: {guard_microseconds():8.2f} us a cycle for asking whether to trace")
+    return 0
+
+
+def guard_microseconds() -> float:
+    """What is left of tracing where it is off: a few questions a sequence and step, timed by themselves."""
+    sequence, num_questions, repeats = SimpleNamespace(trace=None), 0, 20_000
+    start = time.perf_counter()
+    for _ in range(repeats):
+        # Proposal taken, step reported, proposal made: three places, and one for the batch.
+        num_questions += sequence.trace is not None
+        num_questions += sequence.trace is not None
+        num_questions += sequence.trace is not None
+        num_questions += sequence.trace is not None
+    return 1e6 * (time.perf_counter() - start) / repeats * BATCH
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

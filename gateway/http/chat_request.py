@@ -1,0 +1,121 @@
+"""`POST /v1/chat/completions`: its fields, and the generations that it asks for."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+
+from engine.errors import InvalidArgumentError
+from gateway.http.common_request import CommonRequest, RequestModel, UInt32
+from outrider.v1 import generation_pb2
+
+# Where a message's text comes in several parts.
+_BETWEEN_PARTS = "\n"
+# Templates know the older name alone.
+_ROLES = {"developer": "system"}
+
+
+class TextPart(RequestModel):
+    """A part of a message; text is all that a language model reads."""
+
+    type: Literal["text"]
+    text: str
+
+
+def _parts(value: Any) -> Any:
+    return [{"type": "text", "text": value}] if isinstance(value, str) else value
+
+
+class Message(RequestModel):
+    """One message of the conversation. What the API's own answers hold may come back with the next request."""
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: Annotated[list[TextPart] | None, BeforeValidator(_parts)] = None
+    name: str | None = None
+    refusal: None = None
+    tool_calls: Annotated[list[None], Field(max_length=0)] | None = None
+    function_call: None = None
+    audio: None = None
+    annotations: list[Any] | None = None
+
+    def for_template(self) -> dict[str, str]:
+        """The message as chat templates know it."""
+        text = _BETWEEN_PARTS.join(part.text for part in self.content or ())
+        message = {"role": _ROLES.get(self.role, self.role), "content": text}
+        return message if self.name is None else {**message, "name": self.name}
+
+
+class ChatRequest(CommonRequest):
+    """The body of `/v1/chat/completions`."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: UInt32 | None = None
+    logprobs: bool | None = None
+    top_logprobs: UInt32 | None = None
+    # Variables for the model's chat template, as in vLLM's API.
+    chat_template_kwargs: dict[str, Any] | None = None
+    # A hint for speed.
+    prediction: Any = None
+    parallel_tool_calls: bool | None = None
+    # Not to be had.
+    tools: list[Any] | None = None
+    tool_choice: Any = None
+    functions: list[Any] | None = None
+    function_call: Any = None
+    response_format: Any = None
+    modalities: list[str] | None = None
+    audio: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
+    web_search_options: Any = None
+
+    def check(self) -> None:
+        """Raise InvalidArgumentError for what fits no field alone, or is not supported."""
+        self.check_stream_options()
+        self.refuse(
+            {
+                "tools": (None, []),
+                "tool_choice": (None, "none", "auto"),
+                "functions": (None, []),
+                "function_call": (None, "none", "auto"),
+                "response_format": (None, {"type": "text"}),
+                "modalities": (None, ["text"]),
+                "audio": (None,),
+                "reasoning_effort": (None,),
+                "verbosity": (None,),
+                "web_search_options": (None,),
+            }
+        )
+        for index, message in enumerate(self.messages):
+            if message.content is None and message.role != "assistant":
+                raise InvalidArgumentError(f"messages[{index}].content", "must be there")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise InvalidArgumentError("top_logprobs", "is valid with logprobs true only")
+        both = (self.max_tokens, self.max_completion_tokens)
+        if None not in both and both[0] != both[1]:
+            raise InvalidArgumentError(
+                "max_tokens", "is the older name of max_completion_tokens, and the two differ in this request"
+            )
+
+    def field_names(self) -> dict[str, str]:
+        limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        return {
+            **super().field_names(),
+            "prompt": "messages",
+            "token_ids": "messages",
+            "logprobs": "top_logprobs",
+            "max_tokens": limit,
+        }
+
+    def generations(self, prompt: str) -> list[generation_pb2.GenerateRequest]:
+        """One for each choice, in order of their indices, behind the rendered conversation."""
+        max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+        requests = []
+        for index in range(self.num_choices):
+            request = self.message(index=index, max_tokens=max_tokens)
+            request.prompt = prompt
+            if self.logprobs:
+                request.logprobs = self.top_logprobs or 0
+            requests.append(request)
+        return requests

@@ -1,0 +1,134 @@
+"""The fields that both kinds of completion request have, and what they mean to the gateway."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+from engine.errors import InvalidArgumentError
+from outrider.v1 import common_pb2, generation_pb2
+
+# Completions that one HTTP request may ask for, over all its prompts.
+MAX_CHOICES = 128
+_SEEDS = 1 << 64
+
+# Ranges that mean something are checked with the request itself, for every front alike: this is what a message holds.
+UInt32 = Annotated[int, Field(ge=0, lt=1 << 32)]
+
+_VERIFICATIONS = {
+    None: common_pb2.VERIFICATION_UNSPECIFIED,
+    "greedy": common_pb2.VERIFICATION_GREEDY,
+    "rejection": common_pb2.VERIFICATION_REJECTION,
+}
+
+
+def listed(value: Any) -> Any:
+    """A lone string as a list of one."""
+    return [value] if isinstance(value, str) else value
+
+
+class RequestModel(BaseModel):
+    """Types as they are in JSON, no field that nobody knows."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+
+class StreamOptions(RequestModel):
+    """How a stream is written."""
+
+    include_usage: bool | None = None
+    # Padding against eavesdroppers on packet sizes, which we do not write.
+    include_obfuscation: bool | None = None
+
+
+class CommonRequest(RequestModel):
+    """What both kinds share. None takes the default, as leaving the field out does."""
+
+    model: str | None = None
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: UInt32 | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    logit_bias: dict[UInt32, float] | None = None
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=_SEEDS)] | None = None
+    stop: Annotated[list[str] | None, BeforeValidator(listed)] = None
+
+    # Beyond OpenAI's API, named as in vLLM's.
+    top_k: Annotated[int, Field(ge=-1, lt=1 << 32)] | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    stop_token_ids: list[UInt32] | None = None
+    ignore_eos: bool | None = None
+    # Ours.
+    speculation: bool | None = None
+    max_draft_tokens: UInt32 | None = None
+    verification: Literal["greedy", "rejection"] | None = None
+    return_tokens: bool | None = None
+
+    # Change nothing here: notes for the provider's own books, and hints for speed.
+    user: str | None = None
+    metadata: dict[str, str] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+
+    @property
+    def num_choices(self) -> int:
+        """Completions of each prompt."""
+        return self.n or 1
+
+    @property
+    def has_usage(self) -> bool:
+        """Whether a stream ends with the usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    def field_names(self) -> dict[str, str]:
+        """This request's names of the gateway's fields, where they differ."""
+        return {"token_ids": "prompt", "request_id": "x-request-id"}
+
+    def check_stream_options(self) -> None:
+        """Raise InvalidArgumentError when there are options for a stream and no stream."""
+        if self.stream_options is not None and not self.stream:
+            raise InvalidArgumentError("stream_options", "is valid with stream true only")
+
+    def refuse(self, allowed: Mapping[str, tuple[Any, ...]]) -> None:
+        """Raise InvalidArgumentError for a field set to what we cannot do; `allowed` has its harmless values."""
+        for name, values in allowed.items():
+            if getattr(self, name) not in values:
+                raise InvalidArgumentError(name, "is not supported")
+
+    def message(self, *, index: int, max_tokens: int | None) -> generation_pb2.GenerateRequest:
+        """What the choice with this index asks of the gateway; its input and log-probabilities are still to be set.
+
+        Choice i draws with seed + i, so that each can be repeated alone.
+        """
+        request = generation_pb2.GenerateRequest(token_texts=bool(self.return_tokens))
+        sampling, stopping, speculation = request.sampling, request.stopping, request.speculation
+        for name in ("temperature", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty"):
+            if (value := getattr(self, name)) is not None:
+                setattr(sampling, name, value)
+        if self.top_k is not None:
+            sampling.top_k = max(self.top_k, 0)
+        if self.seed is not None:
+            sampling.seed = (self.seed + index) % _SEEDS
+        for token_id, bias in (self.logit_bias or {}).items():
+            sampling.logit_bias[token_id] = bias
+        if max_tokens is not None:
+            stopping.max_tokens = max_tokens
+        stopping.stop.extend(self.stop or ())
+        stopping.stop_token_ids.extend(self.stop_token_ids or ())
+        stopping.ignore_eos = bool(self.ignore_eos)
+        if self.speculation is False:
+            speculation.mode = generation_pb2.SPECULATION_MODE_OFF
+        if self.max_draft_tokens is not None:
+            speculation.max_draft_tokens = self.max_draft_tokens
+        speculation.verification = _VERIFICATIONS[self.verification]
+        return request

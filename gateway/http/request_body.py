@@ -1,0 +1,84 @@
+"""Takes a JSON body from the network, within limits, and into a model."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+
+from gateway.http.errors import ApiError
+
+# A client that has not sent its whole body by then is given up.
+BODY_SECONDS = 60.0
+# Bodies that are parsed on the event loop: well below a millisecond.
+MAX_BYTES_ON_LOOP = 32 << 10
+
+M = TypeVar("M", bound=BaseModel)
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The body of a JSON request. Raises ApiError when it is too large, too slow or of another type."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    # A web page may send other types to any address without asking; this one it may not, see CORS.
+    if media_type != "application/json":
+        raise ApiError(415, f"content-type: must be application/json, is {media_type or 'missing'}")
+    length = request.headers.get("content-length", "0")
+    if length.isdigit() and int(length) > max_bytes:
+        raise _too_large(max_bytes)
+    body = bytearray()
+    try:
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                body += part
+                if len(body) > max_bytes:
+                    raise _too_large(max_bytes)
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {BODY_SECONDS:.0f} s") from None
+    return bytes(body)
+
+
+async def parse_body(body: bytes, model: type[M]) -> M:
+    """The request in a body. Raises ApiError naming the first field that is wrong."""
+    try:
+        if len(body) <= MAX_BYTES_ON_LOOP:
+            return model.model_validate_json(body)
+        return await asyncio.to_thread(model.model_validate_json, body)
+    except ValidationError as error:
+        raise _bad_request(error) from None
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    # What is left of the body is not read, which ends the connection.
+    return ApiError(413, f"the body is larger than {max_bytes} bytes", headers={"connection": "close"})
+
+
+def _bad_request(error: ValidationError) -> ApiError:
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    param = _param(first["loc"])
+    match first["type"]:
+        case "json_invalid":
+            return ApiError(400, f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
+        case "model_type":
+            return ApiError(400, "the body is not a JSON object")
+        case "extra_forbidden":
+            return ApiError(400, f"Unrecognized request argument supplied: {param}", param=param)
+        case "missing":
+            return ApiError(
+                400, f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter"
+            )
+        case _:
+            problem = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+            return ApiError(400, f"{param}: {problem}", param=param)
+
+
+def _param(location: Sequence[int | str]) -> str:
+    """`messages[0].content`."""
+    text = ""
+    for part in location:
+        if part == "[key]":
+            continue
+        text += f"[{part}]" if isinstance(part, int) else f".{part}" if text else part
+    return text

@@ -1,0 +1,99 @@
+"""The demo's pods started for real, with what their manifests and images say: user, variables, files, ports, probes."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from outrider.bundled import heldout_prompt
+from tests.k8s.manifests import ROOT, SERVICES, Manifests, rendered
+from tests.k8s.node import Plan, Pod
+from tests.k8s.test_hardening import megabytes
+from tests.k8s.test_image import last, stages
+
+NAMESPACES = ("unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
+ADDRESSES = {"gateway": "10.42.0.11", "verifier": "10.42.0.12", "drafter": "10.42.0.13", "collector": "10.42.0.14"}
+
+
+def can_make_namespaces() -> bool:
+    if os.geteuid() != 0 or not all(map(shutil.which, ("unshare", "ip", "chroot", "mount"))):
+        return False
+    script = "ip link add veth0 type veth peer name veth1 && ip link add br0 type bridge && mount -t tmpfs tmpfs /mnt"
+    return subprocess.run([*NAMESPACES, "sh", "-c", script], capture_output=True, check=False).returncode == 0
+
+
+def pod_of(manifests: Manifests, service: str) -> Pod:
+    container = manifests.container(service)
+    lines = stages()[service]
+    image = dict(variable.split("=", 1) for line in lines if line.startswith("ENV ") for variable in line.split()[1:])
+    module = json.loads(last(lines, "ENTRYPOINT"))[1:]
+    context = manifests.pod(service)["spec"]["securityContext"]
+    interpreters = {str(ROOT), sys.prefix, sys.base_prefix}
+    (models,) = [mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == "models"]
+    return Pod(
+        name=service,
+        address=ADDRESSES[service],
+        command=[sys.executable, *module],
+        environment={**image, "PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), **manifests.environment(service)},
+        user=f"{context['runAsUser']}:{context['runAsGroup']}",
+        mounts={**{place: place for place in interpreters}, models: str(ROOT / "models" / "demo")},
+        readiness=container["readinessProbe"],
+        liveness=container["livenessProbe"],
+    )
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    if not can_make_namespaces():
+        pytest.skip("pods need namespaces, which only root can make, where it may")
+    manifests = rendered("overlays/cpu-demo")
+    plan = Plan([pod_of(manifests, service) for service in SERVICES], ADDRESSES, heldout_prompt(), 48)
+    run = subprocess.run(
+        [*NAMESPACES, sys.executable, "-m", "tests.k8s.node", str(tmp_path_factory.mktemp("node"))],
+        input=json.dumps(asdict(plan)),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+        cwd=ROOT,
+    )
+    assert run.returncode == 0, run.stderr
+    found: dict[str, Any] = json.loads(run.stdout)
+    assert found["ready_seconds"].keys() == set(SERVICES), (run.stderr, found["logs"])
+    return found
+
+
+def test_the_pods_generate_together(report: dict[str, Any]) -> None:
+    assert report["text"]
+    assert report["num_accepted"] > 0
+    assert report["http_status"] == 200
+
+
+def test_a_pod_lives_while_it_is_not_ready(report: dict[str, Any]) -> None:
+    assert report["was_alive_before_it_was_ready"] == dict.fromkeys(SERVICES, True)
+
+
+def test_a_pod_writes_nowhere_but_to_its_temporary_files(report: dict[str, Any]) -> None:
+    for service in SERVICES:
+        places = [place for place in report["writable"][service] if not Path(place).is_relative_to("/proc")]
+        assert [place for place in places if not Path(place).is_relative_to("/dev")] == ["/tmp"]
+
+
+def test_a_pod_ends_in_order_even_without_a_collector(report: dict[str, Any]) -> None:
+    assert report["exit_codes"] == dict.fromkeys(SERVICES, 0), report["logs"]
+    grace = rendered("overlays/cpu-demo").pod("gateway")["spec"]["terminationGracePeriodSeconds"]
+    assert max(report["stop_seconds"].values()) < grace
+
+
+def test_a_pod_has_the_memory_that_it_takes(report: dict[str, Any]) -> None:
+    for service in SERVICES:
+        resources = rendered("overlays/cpu-demo").container(service)["resources"]
+        assert report["peak_megabytes"][service] < megabytes(resources["requests"]["memory"])
