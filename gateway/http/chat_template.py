@@ -47,12 +47,18 @@ class ChatTemplate:
             raise BadTemplateError(f"the chat template is not valid, line {error.lineno}: {error}") from error
 
     @classmethod
-    def from_directory(cls, directory: Path, file: Path | None = None) -> ChatTemplate | None:
-        """The template in `file`, else the model's own, None when it has none. Raises BadTemplateError."""
+    def load(cls, directory: Path | None, file: Path | None = None) -> ChatTemplate | None:
+        """The template in `file`, else that of the model in `directory`, None when it has none.
+
+        Raises BadTemplateError.
+        """
         try:
-            path = directory / "tokenizer_config.json"
-            config = json.loads(path.read_text("utf-8")) if path.is_file() else {}
-            source = _source(directory, config) if file is None else file.read_text("utf-8")
+            path = None if directory is None else directory / "tokenizer_config.json"
+            config = json.loads(path.read_text("utf-8")) if path is not None and path.is_file() else {}
+            if file is not None:
+                source: str | None = file.read_text("utf-8")
+            else:
+                source = None if directory is None else _source(directory, config)
         except (OSError, ValueError) as error:
             raise BadTemplateError(f"the chat template cannot be read: {error}") from error
         return None if source is None else cls(source, _special_tokens(config))

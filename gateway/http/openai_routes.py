@@ -61,10 +61,10 @@ class _Api:
         self._names = TokenNames(front.tokenizer)
         self._template: ChatTemplate | None = None
         self._no_template = "this gateway has no tokenizer"
-        if front.settings.tokenizer is not None:
+        if front.tokenizer is not None:
             self._no_template = "the model has no chat template, use /v1/completions"
             try:
-                self._template = ChatTemplate.from_directory(front.settings.tokenizer, front.settings.chat_template)
+                self._template = ChatTemplate.load(front.settings.tokenizer, front.settings.chat_template)
             except BadTemplateError as error:
                 if front.settings.chat_template is not None:
                     raise BadSettingsError(f"chat_template: {error}") from error

@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 
 # A connection that has not sent a whole request head by then is closed.
 HEAD_SECONDS = 30.0
+# A client that takes nothing of its answer for so long is cut off; what it holds up others may need.
+WRITE_SECONDS = 60.0
 # How long responses may take to end once everything behind them has stopped.
 GRACE_SECONDS = 1
 
@@ -66,18 +68,30 @@ class _Server(uvicorn.Server):
 
 
 class _Protocol(H11Protocol):
-    """HTTP/1.1, with a limit on how long a connection may take over its first request's head."""
+    """HTTP/1.1, with limits on how long a client may take over its first request's head and over its answer."""
 
     _head_timer: asyncio.TimerHandle | None = None
+    _write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._head_timer = self.loop.call_later(HEAD_SECONDS, self._close_without_request)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._head_timer is not None:
-            self._head_timer.cancel()
+        for timer in (self._head_timer, self._write_timer):
+            if timer is not None:
+                timer.cancel()
         super().connection_lost(exc)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        # Closing would wait for what is not read; the handler hears of the end as of any other.
+        self._write_timer = self.loop.call_later(WRITE_SECONDS, self.transport.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._write_timer is not None:
+            self._write_timer.cancel()
 
     def _close_without_request(self) -> None:
         # Later requests on the connection are under the keep-alive timer.
