@@ -81,7 +81,7 @@ class ChoiceRunner:
 
     def _start_trace(self, parent: str) -> RequestTrace:
         if not self.telemetry.is_enabled:
-            return RequestTrace(self.telemetry)
+            return RequestTrace(self.telemetry, operation=self.operation)
         return RequestTrace.start(
             self.telemetry,
             model=self.generator.model_name,

@@ -21,7 +21,7 @@ from tests.services.reference import greedy
 from verifier_service.service import VerifierService
 
 PROMPT = [7, 1, 40, 3]
-NUM_TOKENS = 400
+NUM_TOKENS = 300
 
 
 @pytest.fixture(autouse=True)
