@@ -50,6 +50,18 @@ class NotFoundError(OutriderError):
     code = grpc.StatusCode.NOT_FOUND
 
 
+class UnauthenticatedError(OutriderError):
+    """Who calls cannot be told: no key, or one that is not known."""
+
+    code = grpc.StatusCode.UNAUTHENTICATED
+
+
+class PermissionDeniedError(OutriderError):
+    """Who calls is known, and may not."""
+
+    code = grpc.StatusCode.PERMISSION_DENIED
+
+
 class FailedPreconditionError(OutriderError):
     """The two services do not fit each other."""
 

@@ -11,6 +11,7 @@ import grpc
 
 from engine.errors import OutriderError
 from engine.telemetry import Telemetry
+from gateway.auth import Authenticate, Caller, admit_anyone
 from gateway.generator import Generator
 from gateway.request_trace import RequestTrace
 from gateway.verifier_pool import VerifierPool
@@ -33,12 +34,14 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         telemetry: Telemetry,
         has_tokenizer: bool,
         trace_prompts: bool = False,
+        authenticate: Authenticate = admit_anyone,
     ) -> None:
         self._generator = generator
         self._pool = pool
         self._telemetry = telemetry
         self._has_tokenizer = has_tokenizer
         self._trace_prompts = trace_prompts
+        self._authenticate = authenticate
 
     async def Generate(
         self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext[Any, Any]
@@ -48,7 +51,9 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         code, message = grpc.StatusCode.OK, ""
         try:
             async with aclosing(
-                self._generator.generate(request, request_trace, seconds_left=context.time_remaining())
+                self._generator.generate(
+                    request, request_trace, caller=self._caller(context), seconds_left=context.time_remaining()
+                )
             ) as events:
                 async for event in events:
                     yield _response(event)
@@ -71,6 +76,7 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
         self, request: generation_pb2.GetModelRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> generation_pb2.GetModelResponse:
         """Describe the model and the pools."""
+        self._caller(context)
         model = self._pool.model
         return generation_pb2.GetModelResponse(
             name=self._generator.model_name,
@@ -82,17 +88,23 @@ class GenerationService(generation_pb2_grpc.GenerationServiceServicer):
             drafters=self._pool.drafter_members(),
         )
 
+    def _caller(self, context: grpc.aio.ServicerContext[Any, Any]) -> Caller:
+        return self._authenticate(_metadata(context).get("authorization"))
+
     def _start_trace(self, context: grpc.aio.ServicerContext[Any, Any]) -> RequestTrace:
         if not self._telemetry.is_enabled:
             return RequestTrace(self._telemetry)
-        metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
         return RequestTrace.start(
             self._telemetry,
             model=self._generator.model_name,
-            parent=metadata.get("traceparent", ""),
+            parent=_metadata(context).get("traceparent", ""),
             attributes={"rpc.system.name": "grpc", "rpc.method": GENERATE},
             has_prompts=self._trace_prompts,
         )
+
+
+def _metadata(context: grpc.aio.ServicerContext[Any, Any]) -> dict[str, str]:
+    return {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
 
 
 def _response(event: Event) -> generation_pb2.GenerateResponse:

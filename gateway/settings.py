@@ -23,6 +23,11 @@ class GatewaySettings(ServiceSettings):
         default=None, description="host:port to serve HTTP on, with an OpenAI-compatible API; unset: no HTTP"
     )
     http_max_body_bytes: int = Field(default=8 << 20, ge=1 << 10, description="largest body of an HTTP request, bytes")
+    api_keys: Path | None = Field(
+        default=None,
+        description="TOML file with the keys of those who may call, and their limits; read again when it changes; "
+        "unset: anyone who reaches the gateway may",
+    )
     verifiers: AddressList = Field(
         min_length=1,
         description="verifiers to decode on, comma-separated; all serve the same model; host:port, or dns:///host:port "
