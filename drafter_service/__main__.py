@@ -28,6 +28,7 @@ def make_server(
         max_sequences=settings.max_sequences,
         target_revision=settings.target_revision,
         telemetry=telemetry,
+        metrics=metrics,
         busy_poll_seconds=busy_poll_seconds,
         step_spans=settings.step_spans,
     )

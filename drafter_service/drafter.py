@@ -8,6 +8,7 @@ from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from drafter_service.sequence import DraftSequence
 from outrider.v1 import drafter_pb2
@@ -46,6 +47,10 @@ class Drafter(Protocol):
     tokenizer_fingerprint: str
     name: str
     revision: str
+
+    @property
+    def device(self) -> torch.device | None:
+        """Where the model is, once loaded; None without a model."""
 
     @property
     def num_kv_blocks(self) -> int:

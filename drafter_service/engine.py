@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from drafter_service.drafter import Draft, Drafter, NoDraft
+from drafter_service.metrics import DrafterMetrics
 from drafter_service.sequence import DraftSequence
 from engine.errors import InvalidArgumentError
 from engine.sampling_parameters import SamplingParameters
@@ -65,11 +66,21 @@ class _Session:
 class DrafterEngine:
     """Runs on the thread that owns the drafter."""
 
-    def __init__(self, drafter: Drafter, *, max_sequences: int, is_tracing: bool = False, step_spans: int = 32) -> None:
+    def __init__(
+        self,
+        drafter: Drafter,
+        *,
+        max_sequences: int,
+        is_tracing: bool = False,
+        step_spans: int = 32,
+        metrics: DrafterMetrics | None = None,
+    ) -> None:
         self._drafter = drafter
         self._max_sequences = max_sequences
         self._is_tracing = is_tracing
         self._step_spans = step_spans
+        # None where nobody reads them.
+        self._metrics = metrics
         self._records: list[tuple[str, SpanRecord]] = []
         self._sessions: dict[int, _Session] = {}
         self._num_failures = 0
@@ -134,6 +145,8 @@ class DrafterEngine:
             is_working = any(sequence.wants_draft for sequence in session.sequences.values())
             if frame.proposals or frame.no_proposals or is_working:
                 emit(SessionOutput(session_id, frame))
+            if self._metrics is not None:
+                self._metrics.refused(frame.no_proposals)
             for sequence in list(session.sequences.values()):
                 if id(sequence) in by_sequence:
                     self._take_early_verdicts(session, sequence)
@@ -141,6 +154,9 @@ class DrafterEngine:
             # Behind the proposals, which somebody waits for.
             emit(DraftRecords(self._records))
             self._records = []
+        if self._metrics is not None and wanting:
+            drafts = [len(answer.token_ids) for answer in answers if isinstance(answer, Draft)]
+            self._metrics.drafted(drafts, num_sequences=len(wanting), seconds=(end_ns - start_ns) * 1e-9)
         is_busy = any(sequence.wants_draft for sequence in wanting)
         return 0.0 if is_busy or any(session.refusals for session in self._sessions.values()) else None
 
@@ -271,11 +287,14 @@ class DrafterEngine:
                 self._take_in(session, sequence, verdict)
 
     def _take_in(self, session: _Session, sequence: DraftSequence, verdict: drafter_pb2.Verdict) -> None:
+        epoch = sequence.epoch
         try:
             token_ids = self._tokens("verdict.token_ids", verdict.token_ids)
             sequence.commit(token_ids, verdict.num_committed, verdict.epoch)
         except InvalidArgumentError as error:
             self._drop(session, verdict.sequence_id, error)
+        if self._metrics is not None and sequence.epoch != epoch:
+            self._metrics.rejections.add(sequence.epoch - epoch)
 
     def _tokens(self, field_name: str, data: bytes) -> list[int]:
         try:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+
 from engine.instruments import POWERS_OF_TWO, SECONDS
 from engine.metrics import ServiceMetrics
 from outrider.v1 import drafter_pb2
@@ -60,3 +62,16 @@ class DrafterMetrics(ServiceMetrics):
         self.gpu_memory = make.gauge(
             "outrider.drafter.gpu.memory", "By", "Memory of the GPU, whoever holds it", {"state": ("used", "free")}
         )
+
+    def drafted(self, drafts: Sequence[int], *, num_sequences: int, seconds: float) -> None:
+        """A round for so many sequences brought drafts of these lengths."""
+        self.step_duration.record(max(seconds, 0.0))
+        self.batch_sequences.record(num_sequences)
+        self.proposals.add(len(drafts))
+        self.draft_tokens.add(sum(drafts))
+
+    def refused(self, refusals: Iterable[drafter_pb2.NoProposal]) -> None:
+        """Answers without a proposal."""
+        for refusal in refusals:
+            name = drafter_pb2.NoProposalReason.Name(refusal.reason)
+            self.refusals.add(1, name.removeprefix("NO_PROPOSAL_REASON_").lower())

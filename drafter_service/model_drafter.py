@@ -80,6 +80,11 @@ class ModelDrafter:
             self._graphs.capture(GraphPool(self._runner.device))
 
     @property
+    def device(self) -> torch.device:
+        """Where the model is."""
+        return self._runner.device
+
+    @property
     def num_kv_blocks(self) -> int:
         """KV-cache blocks in all."""
         return self._blocks.num_blocks

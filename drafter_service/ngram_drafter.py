@@ -24,6 +24,7 @@ class NgramDrafter:
     vocabulary_size = 0
     max_length = 0
     tokenizer_fingerprint = ""
+    device = None
     num_kv_blocks = 0
     num_free_kv_blocks = 0
 

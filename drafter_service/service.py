@@ -14,9 +14,12 @@ import grpc
 
 from drafter_service.drafter import Drafter
 from drafter_service.engine import DrafterEngine, DraftRecords, EngineOutput, FrameArrived, SessionClosed
+from drafter_service.metrics import DrafterMetrics
 from engine.engine_thread import EngineThread
 from engine.errors import InvalidArgumentError, UnavailableError
+from engine.gpu_memory import gpu_memory
 from engine.handshake import check_compatible
+from engine.instruments import Labels
 from engine.telemetry import Telemetry, context_of
 from engine.wire import PROTOCOL_VERSION
 from kernels.random import RANDOM_SCHEME
@@ -35,6 +38,7 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
         max_sequences: int,
         target_revision: str,
         telemetry: Telemetry,
+        metrics: DrafterMetrics | None = None,
         busy_poll_seconds: float = 0.0,
         step_spans: int = 32,
     ) -> None:
@@ -42,8 +46,14 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
         self._max_sequences = max_sequences
         self._target_revision = target_revision
         self._telemetry = telemetry
+        # None where nobody reads them.
+        self._metrics = metrics if metrics is not None and metrics.is_enabled else None
         self._engine = DrafterEngine(
-            drafter, max_sequences=max_sequences, is_tracing=telemetry.is_enabled, step_spans=step_spans
+            drafter,
+            max_sequences=max_sequences,
+            is_tracing=telemetry.is_enabled,
+            step_spans=step_spans,
+            metrics=self._metrics,
         )
         self._thread: EngineThread[FrameArrived | SessionClosed, EngineOutput] = EngineThread(
             self._engine, self._deliver, self._on_engine_failure, "drafter-engine", busy_poll_seconds=busy_poll_seconds
@@ -56,6 +66,8 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
     async def start(self) -> None:
         """Load and warm up."""
         await self._thread.start()
+        if self._metrics is not None:
+            self._follow(self._metrics)
 
     async def drain(self) -> None:
         """Refuse new streams and sequences and let those that are open end; they would lose their drafter otherwise."""
@@ -157,6 +169,21 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
                 attributes=record.attributes,
             )
             span.end(record.end_ns)
+
+    def _follow(self, metrics: DrafterMetrics) -> None:
+        drafter = self._drafter
+        metrics.verifiers.follow(lambda: {(): len(self._outboxes)})
+        metrics.sequences_open.follow(lambda: {(): self._engine.num_sequences})
+        metrics.sequences_limit.follow(lambda: {(): self._max_sequences})
+        if drafter.num_kv_blocks:
+
+            def kv_blocks() -> dict[Labels, float]:
+                num_free = drafter.num_free_kv_blocks
+                return {("used",): drafter.num_kv_blocks - num_free, ("free",): num_free}
+
+            metrics.kv_blocks.follow(kv_blocks)
+        if (device := drafter.device) is not None:
+            metrics.gpu_memory.follow(lambda: gpu_memory(device))
 
     def _identity(self) -> common_pb2.ModelIdentity:
         return common_pb2.ModelIdentity(

@@ -6,7 +6,7 @@ Imports no torch: the gateway uses it too.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
 import grpc
 
@@ -42,14 +42,17 @@ class WireInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # 
         )
         return make(
             call,
-            received(handler.request_deserializer, self._wire_bytes, self._peer),
-            sent(handler.response_serializer, self._wire_bytes, self._peer),
+            _received(handler.request_deserializer, self._wire_bytes, self._peer),
+            _sent(handler.response_serializer, self._wire_bytes, self._peer),
         )
 
 
-class CountedChannel:
-    """A channel for a generated stub, which counts what the stub sends to `peer` and receives from it."""
+def counted(channel: grpc.aio.Channel, wire_bytes: Counter | None, peer: str) -> grpc.aio.Channel:
+    """The channel for a generated stub, which counts what it sends to `peer` and receives, where there is a counter."""
+    return channel if wire_bytes is None else cast(grpc.aio.Channel, _CountedChannel(channel, wire_bytes, peer))
 
+
+class _CountedChannel:
     def __init__(self, channel: grpc.aio.Channel, wire_bytes: Counter, peer: str) -> None:
         self._channel = channel
         self._wire_bytes = wire_bytes
@@ -67,15 +70,15 @@ class CountedChannel:
         ) -> Any:
             return make(
                 method,
-                request_serializer=sent(request_serializer, self._wire_bytes, self._peer),
-                response_deserializer=received(response_deserializer, self._wire_bytes, self._peer),
+                request_serializer=_sent(request_serializer, self._wire_bytes, self._peer),
+                response_deserializer=_received(response_deserializer, self._wire_bytes, self._peer),
                 **options,
             )
 
         return counted
 
 
-def sent(serialize: Callable[[Any], bytes], wire_bytes: Counter, peer: str) -> Callable[[Any], bytes]:
+def _sent(serialize: Callable[[Any], bytes], wire_bytes: Counter, peer: str) -> Callable[[Any], bytes]:
     """A serializer that counts."""
 
     def counting(message: Any) -> bytes:
@@ -86,7 +89,7 @@ def sent(serialize: Callable[[Any], bytes], wire_bytes: Counter, peer: str) -> C
     return counting
 
 
-def received(parse: Callable[[bytes], Any], wire_bytes: Counter, peer: str) -> Callable[[bytes], Any]:
+def _received(parse: Callable[[bytes], Any], wire_bytes: Counter, peer: str) -> Callable[[bytes], Any]:
     """A parser that counts."""
 
     def counting(data: bytes) -> Any:

@@ -94,6 +94,11 @@ class Admission:
         self.refusals: Counter[str] = Counter()
 
     @property
+    def capacity(self) -> int:
+        """Requests that may hold a place at once."""
+        return self._capacity()
+
+    @property
     def num_running(self) -> int:
         """Requests that hold a place."""
         return self._num_running

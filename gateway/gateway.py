@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 from engine.serving import CLIENT_KEEPALIVE, Registration, Server
 from engine.telemetry import Telemetry
 from gateway.admission import Admission
+from gateway.auth import Authenticate, Authenticator, admit_anyone
 from gateway.discovery import Resolver
 from gateway.generation_service import GenerationService
 from gateway.generator import Generator
 from gateway.metrics import GatewayMetrics
+from gateway.pool_metrics import follow
 from gateway.served_model import ServedModel
 from gateway.settings import GatewaySettings
 from gateway.tokenizer import Tokenizer
@@ -37,7 +39,8 @@ class Gateway:
         resolver: Resolver | None = None,
     ) -> None:
         self._settings = settings
-        self._metrics = metrics
+        # None where nobody reads them.
+        self._metrics = metrics if metrics is not None and metrics.is_enabled else None
         self._tokenizer = tokenizer
         self._pool = VerifierPool(
             settings.verifiers,
@@ -46,21 +49,32 @@ class Gateway:
             resolver=resolver,
             dns_refresh_seconds=settings.dns_refresh_seconds,
             check_model=self._check_model,
+            wire_bytes=self._metrics.wire_bytes if self._metrics is not None else None,
         )
         self._admission = Admission(
             capacity=lambda: settings.max_concurrent_sequences or self._pool.capacity,
             max_queued=settings.max_queued_requests,
             max_queue_seconds=settings.max_queue_seconds,
         )
+        if self._metrics is not None:
+            follow(self._metrics, self._admission, self._pool)
         generator = Generator(
-            pool=self._pool, admission=self._admission, tokenizer=tokenizer, model_name=settings.model_name
+            pool=self._pool,
+            admission=self._admission,
+            tokenizer=tokenizer,
+            model_name=settings.model_name,
+            metrics=self._metrics,
         )
+        self._authenticate: Authenticate = admit_anyone
+        if settings.api_keys is not None:
+            self._authenticate = Authenticator(settings.api_keys).authenticate
         self.service = GenerationService(
             generator,
             self._pool,
             telemetry=telemetry,
             has_tokenizer=tokenizer is not None,
             trace_prompts=settings.trace_prompts,
+            authenticate=self._authenticate,
         )
         self._is_serving = False
         self._dashboard = self._make_dashboard(generator) if settings.dashboard else None
@@ -126,6 +140,7 @@ class Gateway:
             is_serving=lambda: self._is_serving,
             dashboard=self._dashboard,
             metrics=self._metrics,
+            authenticate=self._authenticate,
         )
         return HttpServer(make_app(front), self._settings.http_listen)
 

@@ -18,7 +18,9 @@ from engine.logs import Subject, about
 from engine.wire import pack_tokens
 from gateway.admission import Admission, Place
 from gateway.auth import ANONYMOUS, Caller
+from gateway.metrics import GatewayMetrics
 from gateway.output_text import OutputText
+from gateway.request_metrics import RequestMetrics
 from gateway.request_trace import RequestTrace
 from gateway.sequence import Sequence
 from gateway.tokenizer import Tokenizer
@@ -38,12 +40,20 @@ class Generator:
     """Generates completions: checks, waits for a place, tokenizes, routes, decodes, and turns tokens into text."""
 
     def __init__(
-        self, *, pool: VerifierPool, admission: Admission, tokenizer: Tokenizer | None, model_name: str | None = None
+        self,
+        *,
+        pool: VerifierPool,
+        admission: Admission,
+        tokenizer: Tokenizer | None,
+        model_name: str | None = None,
+        metrics: GatewayMetrics | None = None,
     ) -> None:
         self._pool = pool
         self._admission = admission
         self._tokenizer = tokenizer
         self._model_name = model_name
+        # None where nobody reads them.
+        self._metrics = metrics
         # None is ever used again.
         self._sequence_ids = itertools.count(1)
         # Who looks on, if anybody.
@@ -71,6 +81,8 @@ class Generator:
         `has_special_tokens`: the tokenizer adds none to the prompt's text, which has them already.
         """
         arrived, arrived_ns = time.monotonic(), time.time_ns()
+        if self._metrics is not None:
+            request_trace.metrics = RequestMetrics(self._metrics, request_trace.operation, self.model_name)
         check_request(request, self._pool.model, has_tokenizer=self._tokenizer is not None)
         try:
             place = await self._admission.place(caller, seconds_left=seconds_left)
@@ -94,6 +106,8 @@ class Generator:
                 num_prompt_tokens=len(prompt_token_ids),
                 seed=request.sampling.seed if request.sampling.HasField("seed") else secrets.randbits(63),
             )
+            if request_trace.metrics is not None:
+                request_trace.metrics.tokenized(len(prompt_token_ids))
             request_trace.requested(request, request_id=started.request_id, seed=started.seed)
             subject = Subject(started.request_id, sequence.sequence_id, request_trace.traceparent)
             with about(subject), self._watched(sequence) as watcher:
@@ -203,6 +217,8 @@ class Generator:
                 if chunk is not None:
                     if request_trace.has_prompts:
                         texts.append(chunk.text)
+                    if request_trace.metrics is not None:
+                        request_trace.metrics.delivered(chunk)
                     since = request_trace.sending()
                     yield chunk
                     request_trace.sent(since)

@@ -15,6 +15,7 @@ from opentelemetry.trace import SpanKind, Status, StatusCode
 
 from engine.logs import Subject, about
 from engine.telemetry import Telemetry, context_of, traceparent_of
+from gateway.request_metrics import RequestMetrics
 from outrider.v1 import common_pb2, generation_pb2
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,10 @@ class RequestTrace:
     has_prompts: bool = False
     # Of the request's trace, sampled or not: for the services below and for logs; empty where nothing traces.
     traceparent: str = ""
+    # The conventions' word for what the request asks for.
+    operation: str = OPERATION
+    # Set by the generator where somebody reads the metrics.
+    metrics: RequestMetrics | None = None
     _client_wait_seconds: float = 0.0
     _num_slow_deliveries: int = 0
     _has_first_token: bool = False
@@ -82,7 +87,13 @@ class RequestTrace:
             },
         )
         # The span of a trace that is not sampled only has ids: they go on, so that nothing below samples it either.
-        return cls(telemetry, span if span.is_recording() else None, has_prompts, traceparent_of(span))
+        return cls(
+            telemetry,
+            span if span.is_recording() else None,
+            has_prompts,
+            traceparent_of(span),
+            attributes.get("gen_ai.operation.name", OPERATION),
+        )
 
     def requested(self, request: generation_pb2.GenerateRequest, *, request_id: str, seed: int) -> None:
         """A request that passed the checks."""
@@ -106,6 +117,8 @@ class RequestTrace:
 
     def queued(self, started_ns: int, ended_ns: int) -> None:
         """The request waited for a place between these times of `time.time_ns`, in the end perhaps in vain."""
+        if self.metrics is not None:
+            self.metrics.queued((ended_ns - started_ns) * 1e-9)
         self._child("admission", started_ns, ended_ns, {})
 
     def tokenized(self, started_ns: int, ended_ns: int, num_tokens: int) -> None:
@@ -144,6 +157,8 @@ class RequestTrace:
 
     def fell_back(self, fallback: common_pb2.Fallback) -> None:
         """The sequence went on without a drafter."""
+        if self.metrics is not None:
+            self.metrics.fell_back(fallback.reason)
         if self.span is None:
             return
         reason = common_pb2.FallbackReason.Name(fallback.reason).removeprefix("FALLBACK_REASON_")
@@ -155,6 +170,8 @@ class RequestTrace:
     def finished(self, finished: generation_pb2.Finished, model: str, text: str) -> None:
         """The last message to the client; `text` is kept only where prompts are traced."""
         self._finished = finished
+        if self.metrics is not None:
+            self.metrics.finished(finished)
         if self.span is None:
             return
         speculation, timings = finished.speculation, finished.timings
@@ -184,6 +201,8 @@ class RequestTrace:
         """The call ended with this status."""
         with about(Subject(self._request_id, traceparent=self.traceparent)):
             self._log(code, message)
+        if self.metrics is not None:
+            self.metrics.ended(code)
         if self.span is None:
             return
         self.span.set_attribute("rpc.response.status_code", code.name)

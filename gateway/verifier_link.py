@@ -13,7 +13,9 @@ from typing import TypeVar
 import grpc
 
 from engine.errors import FailedPreconditionError, OutriderError, UnavailableError
+from engine.instruments import Counter
 from engine.serving import channel_options
+from engine.wire_bytes import counted
 from gateway.decoding import Decoding
 from gateway.discovery import Endpoint
 from gateway.served_model import ServedModel
@@ -48,6 +50,7 @@ class VerifierLink:
         drafters: Sequence[Endpoint],
         *,
         max_message_bytes: int,
+        wire_bytes: Counter | None = None,
         accept: Callable[[ServedModel], None],
         on_change: Callable[[], None],
         on_lost: Callable[[], None],
@@ -67,6 +70,7 @@ class VerifierLink:
         self._pool = _pool(drafters)
         self._has_new_pool = False
         self._options = channel_options(max_message_bytes, server_name=endpoint.server_name)
+        self._wire_bytes = wire_bytes
         self._accept = accept
         self._on_change = on_change
         self._on_lost = on_lost
@@ -153,7 +157,9 @@ class VerifierLink:
                 # A channel of its own each time: one that has lost its peer may sit out a backoff of its own, or wait
                 # many seconds for an answer to the packet that would have opened a connection.
                 async with grpc.aio.insecure_channel(self.address, options=self._options) as channel:
-                    await self._connect(verifier_pb2_grpc.VerifierServiceStub(channel))
+                    await self._connect(
+                        verifier_pb2_grpc.VerifierServiceStub(counted(channel, self._wire_bytes, "verifier"))
+                    )
                 problem = "the verifier ended the stream"
             except FailedPreconditionError as error:
                 problem = error.message

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from engine.errors import UnavailableError
+from engine.instruments import Counter as CounterInstrument
 from gateway.decoding import Decoding
 from gateway.discovery import Discovery, Resolver, SystemResolver
 from gateway.served_model import ServedModel
@@ -47,6 +48,7 @@ class VerifierPool:
         drafters: Sequence[str],
         *,
         max_message_bytes: int,
+        wire_bytes: CounterInstrument | None = None,
         check_model: Callable[[ServedModel], None],
         resolver: Resolver | None = None,
         dns_refresh_seconds: float = 5.0,
@@ -69,6 +71,7 @@ class VerifierPool:
             on_change=self._follow_drafters,
         )
         self._max_message_bytes = max_message_bytes
+        self._wire_bytes = wire_bytes
         self._check_model = check_model
         self._model: ServedModel | None = None
         self._num_by_drafter: Counter[str] = Counter()
@@ -201,6 +204,7 @@ class VerifierPool:
                     endpoint,
                     self._drafters.endpoints,
                     max_message_bytes=self._max_message_bytes,
+                    wire_bytes=self._wire_bytes,
                     accept=self._accept,
                     on_change=self._changed.set,
                     on_lost=self._refresh,

@@ -45,7 +45,8 @@ def wants_traces(environment: Mapping[str, str]) -> bool:
 def trace_environment(otlp_port: int) -> dict[str, str]:
     """What makes the services send their traces to the page, soon enough to look at them."""
     return {
-        "OTEL_EXPORTER_OTLP_ENDPOINT": f"http://127.0.0.1:{otlp_port}",
+        # Of traces alone: it takes nothing else.
+        "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": f"http://127.0.0.1:{otlp_port}",
         "OTEL_BSP_SCHEDULE_DELAY": "500",
         # The gateway ends first: what the others have left then has nowhere to go and must not hold them up.
         "OTEL_EXPORTER_OTLP_TIMEOUT": "1",

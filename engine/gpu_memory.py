@@ -1,0 +1,15 @@
+"""The memory of a GPU, for metrics."""
+
+from __future__ import annotations
+
+import torch
+
+from engine.instruments import Labels
+
+
+def gpu_memory(device: torch.device) -> dict[Labels, float]:
+    """Bytes by state, used and free, whoever holds them; nothing on a CPU. Safe to call from any thread."""
+    if device.type != "cuda":
+        return {}
+    free, total = torch.cuda.mem_get_info(device)
+    return {("used",): total - free, ("free",): free}
