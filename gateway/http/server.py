@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import ssl
 from collections.abc import Iterator
 
 import uvicorn
@@ -25,7 +26,8 @@ GRACE_SECONDS = 1
 class HttpServer:
     """An ASGI server as a part of another program: no signal handlers, no logging set-up, no exit of its own."""
 
-    def __init__(self, app: ASGIApp, listen: str) -> None:
+    def __init__(self, app: ASGIApp, listen: str, *, tls: ssl.SSLContext | None = None) -> None:
+        """`tls` is used for each new connection as it then is, so that its certificates may be renewed in place."""
         self._listen = listen
         self._server = _Server(
             uvicorn.Config(
@@ -39,8 +41,10 @@ class HttpServer:
                 server_header=False,
                 proxy_headers=False,
                 timeout_graceful_shutdown=GRACE_SECONDS,
+                ssl_context_factory=None if tls is None else lambda config, default: tls,
             )
         )
+        self._scheme = "http" if tls is None else "https"
         self._serving: asyncio.Task[None] | None = None
         self.address = ""
 
@@ -49,7 +53,7 @@ class HttpServer:
         bound = await _bind(self._listen)
         self.address = f"{self._listen.rpartition(':')[0]}:{bound.getsockname()[1]}"
         self._serving = asyncio.create_task(self._server.serve(sockets=[bound]))
-        logger.info("listening on http://%s", self.address)
+        logger.info("listening on %s://%s", self._scheme, self.address)
 
     async def stop(self) -> None:
         """Take no more connections, let responses end for a moment, then cut them off."""

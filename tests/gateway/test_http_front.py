@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import ssl
 import subprocess
 import sys
+from types import SimpleNamespace
 
+import grpc
 import httpx
+import openai
 import pytest
+import trustme
 
+from engine.errors import RelayedError
 from engine.settings import BadSettingsError
 from engine.telemetry import Telemetry
+from gateway.auth import Caller
 from gateway.gateway import make_server
+from gateway.http.app import Front, make_app
+from gateway.http.server import HttpServer
 from gateway.settings import GatewaySettings
 from outrider.v1 import generation_pb2
 from tests.gateway.fake_verifier import FakeVerifier, eventually, running_gateway, token_ids
@@ -76,6 +85,52 @@ async def test_a_taken_port_is_named(verifier: FakeVerifier) -> None:
     with pytest.raises(OSError, match="http_listen"):
         await asyncio.wait_for(server.start(), 10)
     await server.abandon()
+
+
+async def test_tls_and_who_calls() -> None:
+    """Catches a key that is sent in the clear, or not looked at."""
+    authority = trustme.CA()
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    authority.issue_cert("localhost").configure_cert(tls)
+    trusting = ssl.create_default_context()
+    authority.configure_trust(trusting)
+
+    def authenticate(authorization: str | None) -> Caller:
+        if authorization == "Bearer right":
+            return Caller("somebody")
+        raise RelayedError(grpc.StatusCode.UNAUTHENTICATED, "authorization: no such key")
+
+    pool = SimpleNamespace(model=SimpleNamespace(context_length=0))
+    front = Front(
+        settings=GatewaySettings(verifiers=("a:1",), http_listen=LISTEN),
+        generator=SimpleNamespace(model_name="m"),  # type: ignore[arg-type]
+        pool=pool,  # type: ignore[arg-type]
+        tokenizer=None,
+        telemetry=Telemetry(),
+        is_serving=lambda: True,
+        authenticate=authenticate,
+    )
+    server = HttpServer(make_app(front), LISTEN, tls=tls)
+    await server.start()
+    port = server.address.rpartition(":")[2]
+    for key, outcome in (("right", None), ("wrong", openai.AuthenticationError)):
+        async with openai.AsyncOpenAI(
+            base_url=f"https://localhost:{port}/v1",
+            api_key=key,
+            max_retries=0,
+            http_client=openai.DefaultAsyncHttpxClient(verify=trusting, trust_env=False),
+        ) as client:
+            if outcome is None:
+                assert [model.id async for model in client.models.list()] == ["m"]
+            else:
+                with pytest.raises(outcome) as caught:
+                    await client.models.list()
+                assert caught.value.code == "invalid_api_key"
+                assert caught.value.response.headers["www-authenticate"] == "Bearer"
+    async with httpx.AsyncClient(trust_env=False) as client:
+        with pytest.raises(httpx.HTTPError):
+            await client.get(f"http://localhost:{port}/livez")
+    await server.stop()
 
 
 def test_the_setting_is_checked() -> None:
