@@ -33,6 +33,7 @@ from engine.telemetry import Telemetry, context_of
 from outrider.v1 import common_pb2, verifier_pb2
 from verifier_service.engine import VerifierEngine
 from verifier_service.events import LinkUp, ProposalsArrived, SequenceOpened, StepOutput
+from verifier_service.proposal_buffer import parse_proposals
 from verifier_service.scheduler import Scheduled
 from verifier_service.sequence import LinkKey, TargetSequence
 from verifier_service.sequence_trace import SequenceTrace
@@ -65,6 +66,7 @@ class _Target:
 
     vocabulary_size = 1000
     max_num_batched_tokens = 1 << 15
+    graphs = None
 
     def load(self) -> None:
         self.blocks = BlockManager(BATCH * 64, 16)
@@ -193,7 +195,8 @@ class Pair:
                 )
                 span.end(record.end_ns)
         else:
-            self._verifier.handle(ProposalsArrived(LINK, output.frame))
+            drafts = parse_proposals(output.frame.proposals, _Target.vocabulary_size)
+            self._verifier.handle(ProposalsArrived(LINK, output.frame, drafts))
 
 
 def measure(ratio: float | None, *, num_cycles: int, step_spans: int) -> Cost:

@@ -26,8 +26,8 @@ class Step:
     batch: Sequence[Scheduled]
     start_ns: int
     end_ns: int
-    # From the start until the forward pass was done, seconds; None where one graph holds it and the sampling.
-    forward_seconds: float | None = None
+    # What it took to choose the sequences, before the start.
+    schedule_seconds: float = 0.0
 
     @cached_property
     def num_prefill_tokens(self) -> int:
@@ -129,7 +129,7 @@ class SequenceTrace:
             "outrider.draft_wait_seconds": draft_wait_seconds,
             "outrider.turn_wait_seconds": max(step.start_ns - self._ready_ns, 0) * 1e-9,
             "outrider.proposal_bytes": proposal_bytes,
-            "outrider.other_prefill_tokens": num_prefill,
+            "outrider.num_other_prefill_tokens": num_prefill,
         }
         if draft_wait_seconds:
             # A drafter that began before the verdict was out has nothing of its work in the wait. By durations and not
@@ -138,9 +138,6 @@ class SequenceTrace:
             sums["outrider.draft_seconds"] = drafting
             sums["outrider.wire_seconds"] = draft_wait_seconds - drafting
         alone: dict[str, int | float] = {"outrider.batch_size": len(step.batch)}
-        if step.forward_seconds is not None:
-            alone["outrider.forward_seconds"] = step.forward_seconds
-            alone["outrider.sampling_seconds"] = (step.end_ns - step.start_ns) * 1e-9 - step.forward_seconds
         if num_accepted < part.num_drafts:
             alone["outrider.rejected_position"] = position + num_accepted
         record = self._steps.add(step.start_ns, step.end_ns, position=position, sums=sums, alone=alone)

@@ -108,7 +108,7 @@ def _step(before: Span, span: Span, draft: Span | None, zero: float) -> Json:
         "wire_seconds": max(wait - drafting, 0.0),
         "turn_seconds": numbers.get("outrider.turn_wait_seconds", 0.0),
         "batch_size": numbers.get("outrider.batch_size"),
-        "num_other_prefill_tokens": numbers.get("outrider.other_prefill_tokens", 0),
+        "num_other_prefill_tokens": numbers.get("outrider.num_other_prefill_tokens", 0),
         "slowest_step_seconds": numbers.get("outrider.slowest_step_seconds"),
         "draft": None,
         "wire": [],

@@ -29,7 +29,7 @@ EXPORT_SECONDS = 30.0
 
 async def one_request(otlp: str) -> Completion:
     """Run the services with their traces going to `otlp`, and one request."""
-    os.environ.update({"OTEL_EXPORTER_OTLP_ENDPOINT": otlp, "OTEL_BSP_SCHEDULE_DELAY": "300"})
+    os.environ.update({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": otlp, "OTEL_BSP_SCHEDULE_DELAY": "300"})
     options = Options(bundled_model("target"), bundled_model("draft"), device="cpu", drain_seconds=5.0)
     async with LocalCluster(options) as cluster, AsyncClient(cluster.address) as client:
         return await client.generate(
@@ -82,12 +82,18 @@ def check(spans: list[dict[str, Any]], completion: Completion) -> None:
 
 
 async def take_screenshot(url: str, path: Path) -> None:
-    """The trace's page."""
-    async with Browser(1360, 900) as browser:
+    """The trace's page, its third step chosen."""
+
+    async def click(expression: str) -> None:
+        await browser.wait_for(f"(found => found && (found.click(), true))({expression})")
+        await asyncio.sleep(1)
+
+    async with Browser(1500, 1000) as browser:
         await browser.prefer("light")
         await browser.open(url)
         await browser.wait_for("document.body?.innerText.includes('verify_step')", 60)
-        await asyncio.sleep(2)
+        await click("[...document.querySelectorAll('span, p')].filter(one => one.innerText === 'verify_step')[2]")
+        await click("[...document.querySelectorAll('[role=tab]')].find(one => one.innerText.startsWith('Attributes'))")
         await browser.screenshot(path)
 
 
