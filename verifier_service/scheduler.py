@@ -134,7 +134,8 @@ class Scheduler:
                     continue
                 num_verified_left -= 1
             # A sequence that came before may have preempted this one to make room.
-            part = self._fit(sequence, budget) if sequence in self.running else None
+            num_drafts = num_drafts or _num_drafts(sequence)
+            part = self._fit(sequence, budget, num_drafts) if sequence in self.running else None
             if part is None:
                 continue
             victims = self._make_room(part)
@@ -153,20 +154,20 @@ class Scheduler:
         num_ready: Counter[LinkKey] = Counter()
         num_missing: Counter[LinkKey] = Counter()
         for sequence in self.running:
-            is_speculating = sequence.is_speculating
-            num_speculating += is_speculating
-            if sequence.is_in_flight:
-                if is_speculating and sequence.drafter is not None:
-                    num_missing[sequence.drafter] += 1
-            elif sequence.num_missing > 1:
+            drafter = sequence.drafter
+            # As `is_speculating` and `_num_drafts` say.
+            room = sequence.num_wanted_drafts if drafter is not None and sequence.num_committed_here else 0
+            num_speculating += room > 0
+            if sequence.num_in_flight:
+                if room and drafter is not None:
+                    num_missing[drafter] += 1
+            elif not room or drafter is None or sequence.num_missing > 1:
                 ready[sequence] = 0
-            elif is_speculating and sequence.drafter is not None:
-                ready[sequence] = num_drafts = _num_drafts(sequence)
-                if num_drafts:
-                    num_ready[sequence.drafter] += 1
-                elif sequence.is_waiting_for_proposal:
-                    num_missing[sequence.drafter] += 1
-                    del ready[sequence]
+            elif num_drafts := min(len(sequence.proposals), room):
+                ready[sequence] = num_drafts
+                num_ready[drafter] += 1
+            elif sequence.is_waiting_for_proposal:
+                num_missing[drafter] += 1
             else:
                 ready[sequence] = 0
         # With many of them, two halves: while the target verifies one, the drafter works for the other.
@@ -186,7 +187,7 @@ class Scheduler:
         admitted = []
         while self.waiting and len(self.running) < self._max_running:
             sequence = self.waiting[0]
-            part = self._fit(sequence, budget)
+            part = self._fit(sequence, budget, _num_drafts(sequence))
             # All of it must fit: a sequence that is admitted only to be preempted helps nobody.
             if part is None or not self._blocks.grow(sequence.block_ids, sequence.length + _num_drafts(sequence)):
                 break
@@ -200,9 +201,10 @@ class Scheduler:
                 sequence.trace.resumed()
         return admitted
 
-    def _fit(self, sequence: TargetSequence, budget: int) -> Scheduled | None:
+    def _fit(self, sequence: TargetSequence, budget: int, num_drafts: int) -> Scheduled | None:
         """The sequence's part of a step with `budget` tokens left; None when there is no room for any."""
-        num_drafts = _num_drafts(sequence)
+        if sequence.num_missing == 1 and num_drafts < budget and (num_drafts or not sequence.is_waiting_for_proposal):
+            return Scheduled(sequence, 1, num_drafts, True)
         # A preempted sequence may be computed anew while its drafter works, but not past the point where it would
         # sample without the proposal that it is waiting for.
         num_ready = sequence.num_missing - 1 if sequence.is_waiting_for_proposal else sequence.num_missing

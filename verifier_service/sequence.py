@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from engine.block_manager import BlockTable
 from engine.logs import Subject
@@ -13,8 +14,7 @@ from verifier_service.proposal_buffer import ProposalBuffer
 from verifier_service.sequence_trace import SequenceTrace
 
 
-@dataclass(frozen=True)
-class LinkKey:
+class LinkKey(NamedTuple):
     """One connection to a drafter. A drafter that was lost and found again has a new incarnation."""
 
     address: str
