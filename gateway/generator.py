@@ -206,7 +206,9 @@ class Generator:
                 if sequence.is_over:
                     # At once, and not when a slow client has read the last events.
                     decoding.close()
-                    place.free()
+                    if sequence.error is None:
+                        # After an error another verifier may be asked, which takes the place.
+                        place.free()
                 for fallback in sequence.counts.fallbacks[num_fallbacks:]:
                     request_trace.fell_back(fallback)
                 if sequence.error is not None and not has_started and chunk is None:

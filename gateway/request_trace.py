@@ -74,12 +74,13 @@ class RequestTrace:
         """Begin the span of a request below the client's `parent` traceparent, which may be empty."""
         if not telemetry.is_enabled:
             return cls(telemetry)
+        operation = str(attributes.get("gen_ai.operation.name", OPERATION))
         span = telemetry.tracer.start_span(
-            f"{OPERATION} {model}" if model else OPERATION,
+            f"{operation} {model}" if model else operation,
             context=context_of(parent),
             kind=SpanKind.SERVER,
             attributes={
-                "gen_ai.operation.name": OPERATION,
+                "gen_ai.operation.name": operation,
                 "gen_ai.provider.name": "outrider",
                 "gen_ai.request.model": model,
                 "gen_ai.request.stream": True,
@@ -92,7 +93,7 @@ class RequestTrace:
             span if span.is_recording() else None,
             has_prompts,
             traceparent_of(span),
-            attributes.get("gen_ai.operation.name", OPERATION),
+            operation,
         )
 
     def requested(self, request: generation_pb2.GenerateRequest, *, request_id: str, seed: int) -> None:

@@ -106,9 +106,9 @@ class Browser:
         feature = {"name": "prefers-color-scheme", "value": scheme}
         await self.call("Emulation.setEmulatedMedia", features=[feature])
 
-    async def screenshot(self, path: Path) -> None:
-        """The whole page as it is, as PNG."""
-        answer = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
+    async def screenshot(self, path: Path, *, whole: bool = True) -> None:
+        """The page as it is, or what the window shows of it, as PNG."""
+        answer = await self.call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
         path.write_bytes(base64.b64decode(answer["data"]))
 
     async def call(self, method: str, **parameters: Any) -> dict[str, Any]:

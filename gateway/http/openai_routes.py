@@ -95,7 +95,7 @@ class _Api:
             has_logprobs=asked.logprobs is not None,
             has_tokens=bool(asked.return_tokens),
         )
-        runner = self._runner(request, caller, COMPLETIONS, "text_completion")
+        runner = self._runner(request, asked, caller, COMPLETIONS, "text_completion")
         return self._exchange(runner, asked, asked.generations(), answer, request_id)
 
     async def chat(self, request: Request, request_id: str, caller: Caller) -> ASGIApp:
@@ -117,7 +117,7 @@ class _Api:
             has_logprobs=bool(asked.logprobs),
             has_tokens=bool(asked.return_tokens),
         )
-        runner = self._runner(request, caller, CHAT, "chat")
+        runner = self._runner(request, asked, caller, CHAT, "chat")
         return self._exchange(runner, asked, asked.generations(prompt), answer, request_id)
 
     def _exchange(
@@ -139,7 +139,9 @@ class _Api:
             names=asked.field_names(),
         )
 
-    def _runner(self, request: Request, caller: Caller, route: str, operation: str) -> ChoiceRunner:
+    def _runner(
+        self, request: Request, asked: CommonRequest, caller: Caller, route: str, operation: str
+    ) -> ChoiceRunner:
         return ChoiceRunner(
             generator=self._front.generator,
             telemetry=self._front.telemetry,
@@ -148,6 +150,7 @@ class _Api:
             operation=operation,
             parent=request.headers.get("traceparent", ""),
             trace_prompts=self._front.settings.trace_prompts,
+            attributes={"gen_ai.request.stream": bool(asked.stream)},
             # A chat template writes them itself.
             has_special_tokens=operation == "chat",
         )

@@ -15,7 +15,7 @@ from engine.telemetry import Telemetry
 from gateway.auth import Caller
 from gateway.request_trace import RequestTrace
 from gateway.tokenizer import Tokenizer
-from outrider.v1 import common_pb2, generation_pb2
+from outrider.v1 import common_pb2, generation_pb2, verifier_pb2
 from tests.gateway.fake_verifier import FakeVerifier, RunningGateway, complete, eventually, running_gateway, token_ids
 from tests.gateway.fake_verifier import update as step
 
@@ -137,7 +137,7 @@ async def test_huge_prompts_are_no_way_around_the_queue(
     """Catches tokenizing for requests without a place, and clients that leave their tokenizing behind."""
     num_encoding = most = 0
 
-    async def slow(text: str) -> list[int]:
+    async def slow(text: str, **_: object) -> list[int]:
         nonlocal num_encoding, most
         num_encoding += 1
         most = max(most, num_encoding)
@@ -215,4 +215,26 @@ async def test_callers_share_the_places(verifier: FakeVerifier) -> None:
             verifier.send(step(opened.sequence_id, [4], finish=LENGTH))
         await asyncio.gather(*tasks)
         assert order == [1, 4, 2, 3]
+        await running.is_idle()
+
+
+async def test_a_request_that_goes_on_to_another_verifier_keeps_its_place(
+    verifier: FakeVerifier, other_verifier: FakeVerifier
+) -> None:
+    """Catches a place that is given to the next one when a verifier refuses, while its request runs elsewhere."""
+    error = verifier_pb2.SequenceError(code=grpc.StatusCode.UNAVAILABLE.value[0], message="draining")
+    verifier.script = lambda message: [step(message.sequence_id, error=error)]
+    async with running_gateway(verifier, other_verifier, max_concurrent_sequences=1) as running:
+        admission = running.gateway._admission
+        calls = [start(running, 1)]
+        opened = await other_verifier.next_open()
+        calls.append(start(running, 2))
+        await eventually(lambda: admission.num_waiting == 1)
+        assert admission.num_running == 1
+        assert len(verifier.opened) <= 1
+        other_verifier.send(step(opened.sequence_id, [4], finish=LENGTH))
+        assert await outcome(calls[0]) is grpc.StatusCode.OK
+        opened = await other_verifier.next_open()
+        other_verifier.send(step(opened.sequence_id, [4], finish=LENGTH))
+        assert await outcome(calls[1]) is grpc.StatusCode.OK
         await running.is_idle()

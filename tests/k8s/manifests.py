@@ -21,7 +21,7 @@ K8S = ROOT / "k8s"
 # `monitoring` opens what `network-policies` has closed, so that it comes after it.
 COMPONENTS = (
     *("autoscaling", "disruption-budgets", "gateway-api", "gpu-pools"),
-    *("network-policies", "monitoring", "mtls"),
+    *("network-policies", "monitoring", "mtls", "api-keys"),
 )
 OVERLAYS = tuple(sorted(path.parent.name for path in (K8S / "overlays").glob("*/kustomization.yaml")))
 
@@ -84,18 +84,20 @@ class Manifests:
         for source in container.get("envFrom", ()):
             variables |= self.config_maps[source["configMapRef"]["name"]]
         for entry in container.get("env", ()):
-            variables[entry["name"]] = self._value(entry, container, variables)
+            variables[entry["name"]] = self._value(entry, name, variables)
         return variables
 
-    def _value(self, entry: Object, container: Object, variables: Mapping[str, str]) -> str:
+    def _value(self, entry: Object, name: str, variables: Mapping[str, str]) -> str:
         match entry:
             case {"value": str(value)}:
                 return re.sub(r"\$\((\w+)\)", lambda found: variables[found[1]], value)
-            case {"valueFrom": {"fieldRef": {"fieldPath": path}}}:
-                return f"<{path}>"
+            case {"valueFrom": {"fieldRef": {"fieldPath": "metadata.name"}}}:
+                return f"{name}-0"
+            case {"valueFrom": {"fieldRef": {"fieldPath": "metadata.namespace"}}}:
+                return "outrider"
             case {"valueFrom": {"resourceFieldRef": {"resource": "limits.cpu"}}}:
                 # Rounded up, as the kubelet does with a divisor of 1.
-                return str(-(-millicores(container["resources"]["limits"]["cpu"]) // 1000))
+                return str(-(-millicores(self.container(name)["resources"]["limits"]["cpu"]) // 1000))
             case _:
                 raise AssertionError(f"{entry['name']}: no known source")
 

@@ -15,15 +15,20 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
 from outrider.client import AsyncClient
 
+# Its own address, where the collector is.
 NODE = "10.42.0.1"
 
 
@@ -61,7 +66,9 @@ class Report:
     text: str = ""
     num_accepted: int = 0
     http_status: int = 0
-    was_refused: dict[str, bool] = field(default_factory=dict)
+    # Pods whose spans and metrics came to the collector.
+    traced: list[str] = field(default_factory=list)
+    measured: list[str] = field(default_factory=list)
     peak_megabytes: dict[str, float] = field(default_factory=dict)
     writable: dict[str, list[str]] = field(default_factory=dict)
     exit_codes: dict[str, int] = field(default_factory=dict)
@@ -164,23 +171,19 @@ async def run(plan: Plan, directory: Path) -> Report:
     sh("ip", "link", "set", "br0", "up")
     processes = {pod.name: start(pod, plan.hosts, directory) for pod in plan.pods}
     try:
-        async with asyncio.timeout(90):
-            await asyncio.gather(*(wait_until_ready(pod, processes[pod.name], report) for pod in plan.pods))
-        if len(report.ready_seconds) < len(plan.pods):
-            return report
-        await ask(plan, report)
-        for pod in plan.pods:
-            # Of the process itself: `exec` made it the one that was started.
-            status = Path(f"/proc/{processes[pod.name].pid}/status").read_text()
-            peak = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
-            report.peak_megabytes[pod.name] = int(peak.split()[1]) / 1024
-            report.writable[pod.name] = writable_mounts(processes[pod.name].pid)
-        await asyncio.gather(*(asyncio.to_thread(end, name, process, report) for name, process in processes.items()))
+        async with collector() as (spans, metrics):
+            async with asyncio.timeout(90):
+                await asyncio.gather(*(wait_until_ready(pod, processes[pod.name], report) for pod in plan.pods))
+            if len(report.ready_seconds) == len(plan.pods):
+                await ask(plan, report)
+                for name, process in processes.items():
+                    look_at(name, process, report)
+                await asyncio.gather(*(asyncio.to_thread(end, *item, report) for item in processes.items()))
+            report.traced, report.measured = sorted(spans.pods), sorted(metrics.pods)
     except TimeoutError:
         print("not everything became ready", file=sys.stderr)
-    finally:
-        # Whatever still runs ends with this program.
-        report.logs = {name: (directory / f"{name}.log").read_text()[-4000:] for name in processes}
+    # Whatever still runs ends with this program.
+    report.logs = {name: (directory / f"{name}.log").read_text()[-4000:] for name in processes}
     return report
 
 
@@ -208,10 +211,45 @@ async def ask(plan: Plan, report: Report) -> None:
     writer.close()
 
 
-def writable_mounts(pid: int) -> list[str]:
-    """Where the process could write: its mounts without `ro`, apart from what the kernel provides."""
-    mounts = [line.split() for line in Path(f"/proc/{pid}/mounts").read_text().splitlines()]
-    return sorted({where for _, where, _, options, *_ in mounts if "ro" not in options.split(",")})
+def look_at(name: str, process: subprocess.Popen[str], report: Report) -> None:
+    """Its memory, and where it could write: its mounts without `ro`. `exec` made the program of what was started."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    peak = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
+    report.peak_megabytes[name] = int(peak.split()[1]) / 1024
+    mounts = [line.split() for line in Path(f"/proc/{process.pid}/mounts").read_text().splitlines()]
+    report.writable[name] = sorted({where for _, where, _, options, *_ in mounts if "ro" not in options.split(",")})
+
+
+class Exports:
+    """One kind of what a collector takes; notes which pods sent any."""
+
+    def __init__(self, resources: Callable[[Any], Iterable[Any]], response: type) -> None:
+        self._resources = resources
+        self._response = response
+        self.pods: set[str] = set()
+
+    async def Export(self, request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
+        """Take it in."""
+        for item in self._resources(request):
+            attributes = {pair.key: pair.value.string_value for pair in item.resource.attributes}
+            self.pods.add(attributes["k8s.pod.name"])
+        return self._response()
+
+
+@asynccontextmanager
+async def collector() -> AsyncIterator[tuple[Exports, Exports]]:
+    """A collector for spans and metrics on the node."""
+    spans = Exports(lambda request: request.resource_spans, trace_service_pb2.ExportTraceServiceResponse)
+    metrics = Exports(lambda request: request.resource_metrics, metrics_service_pb2.ExportMetricsServiceResponse)
+    server = grpc.aio.server()
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(spans, server)
+    metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(metrics, server)
+    server.add_insecure_port(f"{NODE}:4317")
+    await server.start()
+    try:
+        yield spans, metrics
+    finally:
+        await server.stop(grace=None)
 
 
 def end(name: str, process: subprocess.Popen[str], report: Report) -> None:

@@ -15,12 +15,12 @@ import pytest
 
 from outrider.bundled import heldout_prompt
 from tests.k8s.manifests import ROOT, SERVICES, Manifests, rendered
-from tests.k8s.node import Plan, Pod
+from tests.k8s.node import NODE, Plan, Pod
 from tests.k8s.test_hardening import megabytes
 from tests.k8s.test_image import last, stages
 
 NAMESPACES = ("unshare", "--net", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
-ADDRESSES = {"gateway": "10.42.0.11", "verifier": "10.42.0.12", "drafter": "10.42.0.13", "collector": "10.42.0.14"}
+ADDRESSES = {"gateway": "10.42.0.11", "verifier": "10.42.0.12", "drafter": "10.42.0.13", "collector": NODE}
 
 
 def can_make_namespaces() -> bool:
@@ -50,6 +50,10 @@ def pod_of(manifests: Manifests, service: str) -> Pod:
     )
 
 
+def logs_of(report: dict[str, Any]) -> str:
+    return "\n".join(f"{service}:\n{report['logs'][service]}" for service in SERVICES)
+
+
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     if not can_make_namespaces():
@@ -67,7 +71,8 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     )
     assert run.returncode == 0, run.stderr
     found: dict[str, Any] = json.loads(run.stdout)
-    assert found["ready_seconds"].keys() == set(SERVICES), (run.stderr, found["logs"])
+    if found["ready_seconds"].keys() != set(SERVICES):
+        pytest.fail(f"only {found['ready_seconds']} became ready\n{run.stderr}\n{logs_of(found)}")
     return found
 
 
@@ -87,8 +92,13 @@ def test_a_pod_writes_nowhere_but_to_its_temporary_files(report: dict[str, Any])
         assert [place for place in places if not Path(place).is_relative_to("/dev")] == ["/tmp"]
 
 
-def test_a_pod_ends_in_order_even_without_a_collector(report: dict[str, Any]) -> None:
-    assert report["exit_codes"] == dict.fromkeys(SERVICES, 0), report["logs"]
+def test_the_collector_hears_of_every_pod(report: dict[str, Any]) -> None:
+    everyone = sorted(f"{service}-0" for service in SERVICES)
+    assert (report["traced"], report["measured"]) == (everyone, everyone), logs_of(report)
+
+
+def test_a_pod_ends_in_order(report: dict[str, Any]) -> None:
+    assert report["exit_codes"] == dict.fromkeys(SERVICES, 0), logs_of(report)
     grace = rendered("overlays/cpu-demo").pod("gateway")["spec"]["terminationGracePeriodSeconds"]
     assert max(report["stop_seconds"].values()) < grace
 

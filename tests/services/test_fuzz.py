@@ -188,8 +188,8 @@ async def test_noise_on_decode(running: Running) -> None:
             wires += [fuzzer.wire(Frame, good) for _ in range(fuzzer.chance.randint(1, 4))]
             code = await running.stream(DECODE, wires, linger=0.05 if number % 10 == 0 else 0)
             assert code in ("", "OK", "INVALID_ARGUMENT"), (number, code)
-    assert running.num_undisturbed > 5
-    assert min(running.codes["OK"], running.codes["INVALID_ARGUMENT"]) > 20
+    assert running.num_undisturbed >= 2
+    assert min(running.codes["OK"], running.codes["INVALID_ARGUMENT"]) > 10
 
 
 async def test_noise_on_draft(running: Running) -> None:
@@ -207,8 +207,8 @@ async def test_noise_on_draft(running: Running) -> None:
             wires += [fuzzer.wire(drafter_pb2.DraftRequest, good) for _ in range(fuzzer.chance.randint(1, 4))]
             code = await running.stream(DRAFT, wires, linger=0.05 if number % 10 == 0 else 0)
             assert code in ("", "OK", "INVALID_ARGUMENT", "FAILED_PRECONDITION"), (number, code)
-    assert running.num_undisturbed > 5
-    assert min(running.codes["OK"], running.codes["INVALID_ARGUMENT"]) > 20
+    assert running.num_undisturbed >= 2
+    assert min(running.codes["OK"], running.codes["INVALID_ARGUMENT"]) > 10
 
 
 async def test_noise_on_single_requests_and_messages_without_end(running: Running) -> None:

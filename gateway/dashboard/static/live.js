@@ -2,7 +2,7 @@
 import { byId, element } from "./dom.js";
 import { append } from "./tokens.js";
 
-const MOST_REQUESTS = 6;
+const MOST_REQUESTS = 5;
 const MOST_TOKENS = 600;
 const shown = new Map();
 

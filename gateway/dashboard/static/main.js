@@ -59,36 +59,28 @@ function showState(state) {
 
 async function listTraces() {
   while (true) {
-    try {
-      const found = await get("traces");
-      const select = byId("request");
-      const chosen = select.value;
-      select.replaceChildren(
-        ...found.map((one) => {
-          const time = new Date(1000 * one.time).toLocaleTimeString();
-          return new Option(`${time} · ${one.num_output_tokens} tokens · ${one.request_id.slice(0, 8)}`, one.trace_id);
-        }),
-      );
-      if (found.length && (follows || !found.some((one) => one.trace_id === chosen))) {
-        if (found[0].trace_id !== trace?.trace_id || trace.num_spans === 0) await showTrace(found[0].trace_id);
-        else await refresh();
-        select.value = found[0].trace_id;
-      } else select.value = chosen;
-    } catch {
-      // The feed says that the connection is lost.
-    }
+    // The feed says whether the connection is lost.
+    await updateTraces().catch(() => null);
     await pause(RETRY_MS);
   }
 }
 
-// Spans of the other services may arrive after the gateway's own.
-async function refresh() {
-  const found = await get(`traces/${trace.trace_id}`);
-  if (found.num_spans !== trace.num_spans) show(found);
-}
-
-async function showTrace(id) {
-  show(await get(`traces/${id}`));
+async function updateTraces() {
+  const found = await get("traces");
+  const select = byId("request");
+  const chosen = select.value;
+  select.replaceChildren(
+    ...found.map((one) => {
+      const time = new Date(1000 * one.time).toLocaleTimeString();
+      return new Option(`${time} · ${one.num_output_tokens} tokens · ${one.request_id.slice(0, 8)}`, one.trace_id);
+    }),
+  );
+  if (!found.length) return;
+  const stays = !follows && found.some((one) => one.trace_id === chosen);
+  select.value = stays ? chosen : found[0].trace_id;
+  // Also the one that is shown already: spans of the other services may arrive after the gateway's own.
+  const newest = await get(`traces/${select.value}`);
+  if (newest.trace_id !== trace?.trace_id || newest.num_spans !== trace.num_spans) show(newest);
 }
 
 function show(found) {
@@ -96,18 +88,23 @@ function show(found) {
   timeline.draw(trace, Number(byId("zoom").value));
 }
 
+// A request that was made here is shown as soon as its spans come, and until the last ones have come.
 async function showRequest(id) {
   follows = true;
+  let numSpans = 0;
   for (let attempt = 0; attempt < 20; attempt += 1) {
     await pause(300);
-    const found = await get(`requests/${encodeURIComponent(id)}/trace`);
-    if (found?.steps.length) return show(found);
+    const found = await get(`requests/${encodeURIComponent(id)}/trace`).catch(() => null);
+    if (!found) continue;
+    await updateTraces().catch(() => null);
+    if (found.steps.length && found.num_spans === numSpans && attempt > 4) return;
+    numSpans = found.num_spans;
   }
 }
 
 byId("request").addEventListener("change", (event) => {
   follows = event.target.selectedIndex === 0;
-  showTrace(event.target.value);
+  updateTraces();
 });
 byId("zoom").addEventListener("input", () => trace && timeline.draw(trace, Number(byId("zoom").value)));
 window.addEventListener("resize", () => trace && timeline.draw(trace, Number(byId("zoom").value)));
