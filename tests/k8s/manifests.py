@@ -21,7 +21,7 @@ K8S = ROOT / "k8s"
 # `monitoring` opens what `network-policies` has closed, so that it comes after it.
 COMPONENTS = (
     *("autoscaling", "disruption-budgets", "gateway-api", "gpu-pools"),
-    *("network-policies", "monitoring", "mtls", "api-keys"),
+    *("network-policies", "monitoring", "mtls"),
 )
 OVERLAYS = tuple(sorted(path.parent.name for path in (K8S / "overlays").glob("*/kustomization.yaml")))
 

@@ -9,7 +9,6 @@ from tests.k8s.manifests import Manifests, Object
 # Made by whoever runs the cluster. All other Secrets are cert-manager's.
 OUTSIDE_CLAIMS = {"models"}
 OUTSIDE_SECRETS = {"api-keys"}
-OUTSIDE_SECRETS = {"api-keys"}
 
 
 def workloads(manifests: Manifests) -> list[Object]:
@@ -107,6 +106,6 @@ def check_volume(manifests: Manifests, volume: dict[str, Any], secrets: set[str]
         case {"persistentVolumeClaim": {"claimName": name, "readOnly": True}}:
             assert name in OUTSIDE_CLAIMS
         case {"secret": {"secretName": name}}:
-            assert name in secrets | OUTSIDE_SECRETS
+            assert name in secrets
         case _:
             raise AssertionError(f"{volume}: no known kind of volume")
