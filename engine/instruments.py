@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeVar
 
@@ -124,10 +124,9 @@ class Series:
         if value > self.greatest:
             self.greatest = value
 
-    def add_all(self, values: Iterable[float]) -> None:
+    def add_all(self, values: Sequence[float]) -> None:
         """Count several values."""
         buckets, counts = self._buckets, self.counts
-        values = list(values)
         if not values:
             return
         for value in values:

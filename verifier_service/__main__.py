@@ -24,7 +24,7 @@ def make_server(
     busy_poll_seconds: float = 0.0,
 ) -> Server:
     """The whole service, not yet started."""
-    service = VerifierService(settings, make_target(settings), telemetry, busy_poll_seconds=busy_poll_seconds)
+    service = VerifierService(settings, make_target(settings), telemetry, metrics, busy_poll_seconds=busy_poll_seconds)
     name = verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"].full_name
     registration = Registration(
         name, lambda server: verifier_pb2_grpc.add_VerifierServiceServicer_to_server(service, server)

@@ -12,7 +12,10 @@ import grpc
 
 from engine.errors import FailedPreconditionError
 from engine.handshake import check_compatible
+from engine.instruments import Counter
+from engine.security import Dial, dial_plaintext
 from engine.serving import channel_options
+from engine.wire_bytes import counted
 from outrider.v1 import common_pb2, drafter_pb2, drafter_pb2_grpc, verifier_pb2
 from verifier_service.events import Event, LinkDown, LinkUp, ProposalsArrived
 from verifier_service.proposal_buffer import parse_proposals
@@ -48,6 +51,8 @@ class DrafterLink:
         *,
         server_name: str = "",
         max_message_bytes: int,
+        dial: Dial = dial_plaintext,
+        wire_bytes: Counter | None = None,
         post: Callable[[Event], None],
         on_change: Callable[[DrafterLink], None],
     ) -> None:
@@ -55,6 +60,8 @@ class DrafterLink:
         self.status = verifier_pb2.DrafterStatus(address=address, state=verifier_pb2.DRAFTER_STATE_CONNECTING)
         self._identity = identity
         self._options = channel_options(max_message_bytes, server_name=server_name)
+        self._dial = dial
+        self._wire_bytes = wire_bytes
         self._post = post
         self._on_change = on_change
         self._incarnation = 0
@@ -106,9 +113,12 @@ class DrafterLink:
             state = verifier_pb2.DRAFTER_STATE_CONNECTING
             self._has_heard = False
             try:
-                # A channel of its own each time: one that has lost its peer may sit out a backoff of its own.
-                async with grpc.aio.insecure_channel(self.address, options=self._options) as channel:
-                    await self._serve(drafter_pb2_grpc.DrafterServiceStub(channel))
+                # A channel of its own each time: one that has lost its peer may sit out a backoff of its own, and a
+                # certificate may have been renewed.
+                async with self._dial(self.address, self._options) as channel:
+                    await self._serve(
+                        drafter_pb2_grpc.DrafterServiceStub(counted(channel, self._wire_bytes, "drafter"))
+                    )
                 detail = "the drafter closed the stream"
             except FailedPreconditionError as error:
                 state, detail = verifier_pb2.DRAFTER_STATE_INCOMPATIBLE, error.message

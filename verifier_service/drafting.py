@@ -37,6 +37,7 @@ class DraftingLinks:
         self._draft_timeout = draft_timeout
         self._gathering = gathering
         self._links: dict[LinkKey, _Link] = {}
+        self.num_late = 0  # times that a sequence gave up waiting; only ever grows
 
     def add(self, key: LinkKey, max_length: int) -> None:
         """A drafter is ready."""
@@ -150,6 +151,7 @@ class DraftingLinks:
                 # A long prompt may keep a drafter busy for a while; that is no reason to do without it afterwards.
                 sequence.num_late_in_a_row += int(sequence.has_had_proposal)
                 self._end_wait(sequence)
+                self.num_late += 1
                 if sequence.trace is not None:
                     sequence.trace.draft_is_late(sequence.draft_wait, sequence.length)
             if sequence.behind_since is not None and (

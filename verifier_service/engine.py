@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import grpc
 
@@ -33,6 +33,7 @@ from verifier_service.proposal_buffer import DraftTokens, ProposalError
 from verifier_service.scheduler import Scheduled, Scheduler
 from verifier_service.sequence import LinkKey, TargetSequence
 from verifier_service.sequence_trace import Step
+from verifier_service.step_metrics import StepMetrics
 from verifier_service.target import Target
 from verifier_service.verify import Verified, verify
 
@@ -52,6 +53,22 @@ class _Committed:
     position: int  # of the first new token
     token_ids: Sequence[int]
     finish_reason: generation_pb2.FinishReason  # UNSPECIFIED: the sequence goes on
+    draft_wait: float  # seconds
+    proposal_bytes: int
+
+    @property
+    def num_accepted(self) -> int:
+        """Accepted draft tokens, those behind the sequence's end left out."""
+        return min(self.verified.num_accepted, len(self.token_ids))
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """What a step did, still to be reported."""
+
+    step: Step
+    all_committed: Sequence[_Committed]
+    told_ns: int  # when the drafters' verdicts were sent, nanoseconds since the epoch
 
 
 class VerifierEngine:
@@ -66,6 +83,7 @@ class VerifierEngine:
         split_from: int,
         draft_timeout: float,
         is_polling: bool = False,
+        metrics: StepMetrics | None = None,
     ) -> None:
         self._target = target
         self._max_running = max_running
@@ -73,13 +91,15 @@ class VerifierEngine:
         self._max_waiting = max_waiting
         self._gathering = Gathering()
         self._links = DraftingLinks(draft_timeout, self._gathering)
+        # None where nobody reads them.
+        self._metrics = metrics
         self._sequences: dict[tuple[int, int], TargetSequence] = {}
         self._by_link_id: dict[int, TargetSequence] = {}
         self._output = StepOutput()
         self._num_failures = 0
         self._is_stepping = False
         self._pipeline = Pipeline(target)
-        self._unreported: list[_Committed] = []
+        self._unreported: list[_Ran] = []
         # Whether the thread may look for news while a step is in flight; else it sleeps until the step has come back.
         self._is_polling = is_polling
         self._has_news = False
@@ -94,6 +114,8 @@ class VerifierEngine:
             split_from=self._split_from,
             gathering=self._gathering if self._target.graphs is not None else None,
         )
+        if self._metrics is not None:
+            self._metrics.follow(self._scheduler, self._links, self._max_running)
 
     def handle(self, event: Event) -> None:
         """Take in what has happened outside."""
@@ -110,10 +132,10 @@ class VerifierEngine:
                 for sequence_id in sequence_ids:
                     if found := self._sequences.get((session_id, sequence_id)):
                         self._end_trace(found, is_closed=True)
-                        self._remove(found)
+                        self._close(found)
             case SessionClosed(session_id):
                 for sequence in [s for s in self._sequences.values() if s.session_id == session_id]:
-                    self._remove(sequence)
+                    self._close(sequence)
             case LinkUp(key, max_length):
                 self._links.add(key, max_length)
             case LinkDown(key):
@@ -168,6 +190,7 @@ class VerifierEngine:
 
     def _begin_step(self, emit: Callable[[StepOutput], None]) -> bool:
         """Begin the next step, or run it where nothing can be in flight; False when there is nothing to do."""
+        began_ns = time.time_ns()
         batch, admitted = self._scheduler.schedule()
         for sequence in admitted:
             self._admit(sequence)
@@ -178,15 +201,16 @@ class VerifierEngine:
         self._gathering.began(part.sequence for part in batch if part.is_sampled)
         start_ns = time.time_ns()
         try:
-            if self._pipeline.launch(batch):
+            if self._pipeline.launch(batch, schedule_seconds=(start_ns - began_ns) * 1e-9):
                 return True
             while self._pipeline:
                 self._finish(self._pipeline.collect(), emit)
             start_ns = time.time_ns()
-            finished = Finished(Step(batch, start_ns, 0), verify(self._target, batch))
+            results, found_error = verify(self._target, batch), None
         except Exception as error:
-            finished = Finished(Step(batch, start_ns, 0), (), error)
-        self._finish(replace(finished, step=Step(batch, start_ns, time.time_ns())), emit)
+            results, found_error = [], error
+        step = Step(batch, start_ns, time.time_ns(), schedule_seconds=(start_ns - began_ns) * 1e-9)
+        self._finish(Finished(step, results, found_error), emit)
         return True
 
     def _time_until_something(self) -> float | None:
@@ -250,6 +274,8 @@ class VerifierEngine:
         parsed: Sequence[DraftTokens | ProposalError],
         draft_seconds: float,
     ) -> None:
+        now = time.monotonic()
+        num_stale, round_trip = 0, 0.0
         for proposal, drafts in zip(proposals, parsed, strict=True):
             sequence = self._drafted_by(key, proposal.sequence_id)
             if sequence is None:
@@ -257,13 +283,19 @@ class VerifierEngine:
             try:
                 if isinstance(drafts, ProposalError):
                     raise drafts
+                if sequence.waiting_since is not None:
+                    round_trip = max(round_trip, now - sequence.waiting_since)
+                num_stale -= sequence.proposals.num_stale
                 self._links.take(sequence, proposal, drafts)
+                num_stale += sequence.proposals.num_stale
                 if sequence.trace is not None:
                     sequence.trace.drafted(draft_seconds)
             except ProposalError as error:
                 with about(sequence.subject):
                     logger.warning("going on without the drafter: %s", error)
                 self._fall_back(sequence, common_pb2.FALLBACK_REASON_DRAFTER_LOST)
+        if self._metrics is not None:
+            self._metrics.proposed(key.address, num_stale, round_trip)
 
     def _take_refusal(self, key: LinkKey, refusal: drafter_pb2.NoProposal, draft_seconds: float) -> None:
         sequence = self._drafted_by(key, refusal.sequence_id)
@@ -306,17 +338,19 @@ class VerifierEngine:
                 self._fail(part.sequence, grpc.StatusCode.INTERNAL, message)
             return
         self._num_failures = 0
+        all_committed = []
         for part, verified in zip(step.batch, finished.results, strict=True):
             sequence = part.sequence
             if self._sequences.get((sequence.session_id, sequence.sequence_id)) is not sequence:
                 continue  # closed while the step was in flight
             sequence.num_computed += part.num_new
             if verified is not None:
-                self._unreported.append(self._commit(step, part, verified))
+                all_committed.append(self._commit(step, part, verified))
             elif sequence.trace is not None:
                 sequence.trace.computed_chunk(step, part)
         # Verdicts leave first: while the drafters work on them, the gateways' frames are made.
         self._flush(emit)
+        self._unreported.append(_Ran(step, all_committed, time.time_ns()))
 
     def _commit(self, step: Step, part: Scheduled, verified: Verified) -> _Committed:
         sequence = part.sequence
@@ -333,13 +367,23 @@ class VerifierEngine:
             if sequence.drafter is not None:
                 self._tell_drafter(sequence, token_ids)
             self._target.blocks.shrink(sequence.block_ids, sequence.length)
-        return _Committed(step, part, verified, position, token_ids, finish_reason)
+        committed = _Committed(
+            step, part, verified, position, token_ids, finish_reason, sequence.draft_wait, sequence.proposal_bytes
+        )
+        # The next proposal may come before this step is reported.
+        sequence.draft_wait, sequence.proposal_bytes = 0.0, 0
+        return committed
 
     def _report(self) -> None:
         """Tell the gateways what has been committed."""
         unreported, self._unreported = self._unreported, []
-        for committed in unreported:
-            self._report_one(committed)
+        for ran in unreported:
+            began_ns = time.time_ns()
+            for committed in ran.all_committed:
+                self._report_one(committed)
+            if self._metrics is not None:
+                report_seconds = (time.time_ns() - began_ns) * 1e-9
+                self._metrics.stepped(ran.step, ran.all_committed, told_ns=ran.told_ns, report_seconds=report_seconds)
 
     def _report_one(self, committed: _Committed) -> None:
         part, verified, token_ids = committed.part, committed.verified, committed.token_ids
@@ -350,10 +394,12 @@ class VerifierEngine:
             origins=bytes(verified.origins[: len(token_ids)]),
             logprobs=verified.logprobs[: len(token_ids)],
             num_draft_tokens=part.num_drafts,
-            num_accepted_tokens=min(verified.num_accepted, len(token_ids)),
+            num_accepted_tokens=committed.num_accepted,
             # Fallbacks that this step brought about are reported with it.
             fallbacks=sequence.fallbacks,
         )
+        if self._metrics is not None:
+            self._metrics.fell_back(sequence.fallbacks)
         sequence.fallbacks.clear()
         if committed.finish_reason:
             update.ended.finish_reason = committed.finish_reason
@@ -362,9 +408,10 @@ class VerifierEngine:
             sequence.prefilled_ns = committed.step.end_ns
             update.prefill.queue_seconds = (sequence.scheduled_ns - sequence.arrived_ns) * 1e-9
             update.prefill.prefill_seconds = (sequence.prefilled_ns - sequence.scheduled_ns) * 1e-9
+            if self._metrics is not None:
+                self._metrics.prefilled(update.prefill.queue_seconds, update.prefill.prefill_seconds)
         if sequence.trace is not None:
             self._trace_step(committed, is_first)
-        sequence.draft_wait, sequence.proposal_bytes = 0.0, 0
 
     def _tell_drafter(self, sequence: TargetSequence, token_ids: Sequence[int]) -> None:
         assert sequence.drafter is not None
@@ -393,9 +440,16 @@ class VerifierEngine:
 
     def _end_with(self, error: verifier_pb2.SequenceError, session_id: int, sequence_id: int) -> None:
         self._output.session(session_id).updates.add(sequence_id=sequence_id, ended=verifier_pb2.Ended(error=error))
+        if self._metrics is not None:
+            self._metrics.ended("error")
         if found := self._sequences.get((session_id, sequence_id)):
             self._end_trace(found)
             self._remove(found)
+
+    def _close(self, sequence: TargetSequence) -> None:
+        if self._metrics is not None:
+            self._metrics.ended("closed")
+        self._remove(sequence)
 
     def _remove(self, sequence: TargetSequence) -> None:
         del self._sequences[sequence.session_id, sequence.sequence_id]
@@ -419,9 +473,9 @@ class VerifierEngine:
                 step,
                 part,
                 position=committed.position,
-                num_accepted=min(committed.verified.num_accepted, len(committed.token_ids)),
-                draft_wait_seconds=sequence.draft_wait,
-                proposal_bytes=sequence.proposal_bytes,
+                num_accepted=committed.num_accepted,
+                draft_wait_seconds=committed.draft_wait,
+                proposal_bytes=committed.proposal_bytes,
             )
         if committed.finish_reason:
             self._end_trace(sequence)

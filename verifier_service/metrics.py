@@ -141,3 +141,8 @@ class VerifierMetrics(ServiceMetrics):
         self.gpu_memory = make.gauge(
             "outrider.verifier.gpu.memory", "By", "Memory of the GPU, whoever holds it", {"state": ("used", "free")}
         )
+
+    def forget_drafter(self, address: str) -> None:
+        """Drop the series of a drafter that nobody names any more: others come in its place, for as long as we run."""
+        for instrument in (self.draft_tokens, self.accepted_tokens, self.round_trip):
+            instrument.forget(address)

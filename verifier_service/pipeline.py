@@ -32,7 +32,7 @@ class Pipeline:
 
     def __init__(self, target: Target) -> None:
         self._target = target
-        self._launched: deque[tuple[Sequence[Scheduled], Launched, int]] = deque()
+        self._launched: deque[tuple[Sequence[Scheduled], Launched, int, float]] = deque()
         self._last_end_ns = 0
 
     def __len__(self) -> int:
@@ -46,27 +46,30 @@ class Pipeline:
     @property
     def num_sequences(self) -> int:
         """Sequences in flight."""
-        return len({part.sequence for batch, _, _ in self._launched for part in batch})
+        return len({part.sequence for batch, *_ in self._launched for part in batch})
 
     @property
     def is_oldest_done(self) -> bool:
         """Whether `collect` would not wait."""
         return self._launched[0][1].is_done
 
-    def launch(self, batch: Sequence[Scheduled]) -> bool:
-        """Begin a step; False, and nothing done, for one that no graph holds. Raises what the device raises."""
+    def launch(self, batch: Sequence[Scheduled], *, schedule_seconds: float) -> bool:
+        """Begin a step that took so long to choose; False, and nothing done, for one that no graph holds.
+
+        Raises what the device raises.
+        """
         start_ns = time.time_ns()
         launched = launch(self._target, batch)
         if launched is None:
             return False
         for part in batch:
             part.sequence.num_in_flight += 1
-        self._launched.append((batch, launched, start_ns))
+        self._launched.append((batch, launched, start_ns, schedule_seconds))
         return True
 
     def collect(self) -> Finished:
         """Wait for the oldest step."""
-        batch, launched, start_ns = self._launched.popleft()
+        batch, launched, start_ns, schedule_seconds = self._launched.popleft()
         for part in batch:
             part.sequence.num_in_flight -= 1
         # A step that stood behind another began when that one ended.
@@ -76,4 +79,4 @@ class Pipeline:
         except Exception as error:
             return Finished(Step(batch, start_ns, time.time_ns()), (), error)
         self._last_end_ns = time.time_ns()
-        return Finished(Step(batch, start_ns, self._last_end_ns), results)
+        return Finished(Step(batch, start_ns, self._last_end_ns, schedule_seconds=schedule_seconds), results)

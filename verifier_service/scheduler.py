@@ -60,7 +60,7 @@ class Scheduler:
     ) -> None:
         if max_num_batched_tokens <= MAX_DRAFT_TOKENS:
             raise ValueError(f"max_num_batched_tokens must be above {MAX_DRAFT_TOKENS}, the longest proposal")
-        self._blocks = blocks
+        self.blocks = blocks
         self._max_running = max_running
         self._split_from = split_from
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -84,7 +84,7 @@ class Scheduler:
             del self.running[sequence]
         else:
             self.waiting.remove(sequence)
-        self._blocks.free(sequence.block_ids)
+        self.blocks.free(sequence.block_ids)
 
     def schedule(self) -> tuple[list[Scheduled], list[TargetSequence]]:
         """The next step: (its parts, the sequences in it that run for the first time).
@@ -118,7 +118,7 @@ class Scheduler:
             if sequence.is_in_flight and not sequence.can_chain:
                 continue
             is_chained = sequence.is_in_flight
-            if not self._blocks.grow(sequence.block_ids, sequence.length + is_chained):
+            if not self.blocks.grow(sequence.block_ids, sequence.length + is_chained):
                 self.is_short = True
                 return []
             scheduled.append(Scheduled(sequence, 1, 0, True, is_chained))
@@ -189,7 +189,7 @@ class Scheduler:
             sequence = self.waiting[0]
             part = self._fit(sequence, budget, _num_drafts(sequence))
             # All of it must fit: a sequence that is admitted only to be preempted helps nobody.
-            if part is None or not self._blocks.grow(sequence.block_ids, sequence.length + _num_drafts(sequence)):
+            if part is None or not self.blocks.grow(sequence.block_ids, sequence.length + _num_drafts(sequence)):
                 break
             self.waiting.popleft()
             self.running[sequence] = None
@@ -228,7 +228,7 @@ class Scheduler:
         """
         sequence = part.sequence
         victims: list[TargetSequence] = []
-        while not self._blocks.grow(sequence.block_ids, sequence.num_computed + part.num_tokens):
+        while not self.blocks.grow(sequence.block_ids, sequence.num_computed + part.num_tokens):
             if any(running.is_in_flight for running in self.running):
                 self.is_short = True
                 return None
@@ -243,7 +243,7 @@ class Scheduler:
         self.num_preemptions += 1
         sequence.num_preemptions += 1
         del self.running[sequence]
-        self._blocks.free(sequence.block_ids)
+        self.blocks.free(sequence.block_ids)
         if sequence.trace is not None:
             sequence.trace.preempted(sequence.num_computed, sequence.length)
         sequence.num_computed = 0

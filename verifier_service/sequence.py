@@ -81,6 +81,10 @@ class TargetSequence:
     # Monotonic time at which the last step began, until a proposal answers its verdict.
     step_began: float | None = None
 
+    def __post_init__(self) -> None:
+        # Stays when the sequence has left its drafter.
+        self.drafter_address = self.drafter.address if self.drafter is not None else ""
+
     @property
     def subject(self) -> Subject:
         """What logs call it."""

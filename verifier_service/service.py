@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -16,6 +17,9 @@ import grpc
 from engine.engine_thread import EngineThread
 from engine.errors import OutriderError, UnavailableError, code_number
 from engine.fingerprint import model_revision, tokenizer_fingerprint
+from engine.gpu_memory import gpu_memory
+from engine.instruments import Labels
+from engine.security import make_dial
 from engine.telemetry import Telemetry
 from engine.wire import PROTOCOL_VERSION
 from kernels.random import RANDOM_SCHEME
@@ -33,9 +37,11 @@ from verifier_service.events import (
     SessionClosed,
     StepOutput,
 )
+from verifier_service.metrics import DRAFTER_STATES, VerifierMetrics
 from verifier_service.sequence_trace import SequenceTrace
 from verifier_service.session import Session
 from verifier_service.settings import VerifierSettings
+from verifier_service.step_metrics import StepMetrics
 from verifier_service.target import Target
 
 logger = logging.getLogger(__name__)
@@ -45,11 +51,20 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
     """Servicer and component in one: gateways' sessions on one side, links to drafters on the other."""
 
     def __init__(
-        self, settings: VerifierSettings, target: Target, telemetry: Telemetry, *, busy_poll_seconds: float = 0.0
+        self,
+        settings: VerifierSettings,
+        target: Target,
+        telemetry: Telemetry,
+        metrics: VerifierMetrics | None = None,
+        *,
+        busy_poll_seconds: float = 0.0,
     ) -> None:
         self._settings = settings
+        self._dial = make_dial(settings)
         self._target = target
         self._telemetry = telemetry
+        # None where nobody reads them.
+        self._metrics = metrics if metrics is not None and metrics.is_enabled else None
         self._engine = VerifierEngine(
             target,
             max_running=settings.max_running,
@@ -57,6 +72,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
             split_from=settings.split_from,
             draft_timeout=settings.draft_timeout_seconds,
             is_polling=busy_poll_seconds > 0,
+            metrics=StepMetrics(self._metrics) if self._metrics is not None else None,
         )
         self._thread: EngineThread[Event, StepOutput] = EngineThread(
             self._engine,
@@ -79,6 +95,10 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         """Load and warm up."""
         model = self._settings.model
         await self._thread.start()
+        if self._metrics is not None:
+            device = self._target.device
+            self._metrics.gpu_memory.follow(lambda: gpu_memory(device))
+            self._metrics.drafters.follow(self._drafters_by_state)
         self._identity = common_pb2.ModelIdentity(
             protocol_version=PROTOCOL_VERSION,
             name=model.name,
@@ -216,6 +236,8 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
                     self._identity,
                     server_name=pool.server_names.get(address, ""),
                     max_message_bytes=self._settings.max_message_bytes,
+                    dial=self._dial,
+                    wire_bytes=self._metrics.wire_bytes if self._metrics is not None else None,
                     post=self._thread.post,
                     on_change=self._announce,
                 )
@@ -235,8 +257,14 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         self._retired.discard(address)
         # In a task of its own: a link that is told so by its own report cannot wait for its end.
         task = asyncio.create_task(self._links.pop(address).stop())
+        if self._metrics is not None:
+            self._metrics.forget_drafter(address)
         self._stops.add(task)
         task.add_done_callback(self._stops.discard)
+
+    def _drafters_by_state(self) -> dict[Labels, float]:
+        states = Counter(verifier_pb2.DrafterState.Name(link.status.state) for link in list(self._links.values()))
+        return {(state,): states[f"DRAFTER_STATE_{state.upper()}"] for state in DRAFTER_STATES}
 
     def _announce(self, link: DrafterLink) -> None:
         for session in self._sessions.values():

@@ -1,0 +1,139 @@
+"""Counts what the engine's thread does, once a step: a step of 64 sequences has less than half a millisecond for all of
+the host's work."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate
+from typing import Protocol
+
+from engine.instruments import Labels
+from outrider.v1 import common_pb2, generation_pb2
+from verifier_service.drafting import DraftingLinks
+from verifier_service.metrics import STAGES, VerifierMetrics
+from verifier_service.scheduler import Scheduled, Scheduler
+from verifier_service.sequence_trace import Step
+from verifier_service.verify import Verified
+
+
+class Outcome(Protocol):
+    """What a step did to one sequence."""
+
+    @property
+    def part(self) -> Scheduled: ...
+    @property
+    def verified(self) -> Verified: ...
+    @property
+    def token_ids(self) -> Sequence[int]: ...  # committed
+    @property
+    def draft_wait(self) -> float: ...  # seconds
+    @property
+    def finish_reason(self) -> generation_pb2.FinishReason: ...  # UNSPECIFIED: the sequence goes on
+
+
+class StepMetrics:
+    """Writes the instruments that belong to the engine's thread; every method runs there."""
+
+    def __init__(self, metrics: VerifierMetrics) -> None:
+        self._metrics = metrics
+        self._stages = {stage: metrics.step_duration.series(stage) for stage in STAGES}
+        self._lengths = metrics.acceptance_length.series()
+        self._waits = metrics.draft_wait.series()
+        self._batch_sequences = metrics.batch_sequences.series()
+        self._batch_tokens = metrics.batch_tokens.series()
+        num_positions = len(metrics.drafted_per_position.instrument.known_labels)
+        # Steps of sequences by how many draft tokens they verified, and by how many of these were accepted.
+        self._by_drafted = [0] * (num_positions + 1)
+        self._by_accepted = [0] * (num_positions + 1)
+        metrics.drafted_per_position.follow(lambda: _reaching(self._by_drafted))
+        metrics.accepted_per_position.follow(lambda: _reaching(self._by_accepted))
+
+    def follow(self, scheduler: Scheduler, links: DraftingLinks, max_running: int) -> None:
+        """Read the state of the engine from now on, whenever somebody asks."""
+        metrics, blocks = self._metrics, scheduler.blocks
+        metrics.sequences_running.follow(lambda: {(): len(scheduler.running)})
+        metrics.sequences_waiting.follow(lambda: {(): len(scheduler.waiting)})
+        metrics.sequences_limit.follow(lambda: {(): max_running})
+        metrics.late_proposals.follow(lambda: {(): links.num_late})
+        metrics.preemptions.follow(lambda: {(): scheduler.num_preemptions})
+
+        def kv_blocks() -> Mapping[Labels, float]:
+            num_free = blocks.num_free
+            return {("used",): blocks.num_blocks - num_free, ("free",): num_free}
+
+        metrics.kv_blocks.follow(kv_blocks)
+
+    def stepped(self, step: Step, outcomes: Sequence[Outcome], *, told_ns: int, report_seconds: float) -> None:
+        """A step is over: the drafters had their verdicts at `told_ns`, and the gateways were told within so long."""
+        self._stages["schedule"].add(step.schedule_seconds)
+        self._stages["verify"].add(_seconds(step.start_ns, step.end_ns))
+        self._stages["commit"].add(_seconds(step.end_ns, told_ns))
+        self._stages["report"].add(report_seconds)
+        self._batch_sequences.add(len(step.batch))
+        self._batch_tokens.add(sum([part.num_new + part.num_drafts for part in step.batch]))
+        if step.num_prefill_tokens:
+            self._metrics.prefill_tokens.add(step.num_prefill_tokens)
+        # Most sequences fare alike: what they have in common is counted together.
+        alike: dict[tuple[str, int, int, int], int] = {}
+        waits = []
+        for outcome in outcomes:
+            part, num_tokens, num_accepted = outcome.part, len(outcome.token_ids), outcome.verified.num_accepted
+            if num_accepted > num_tokens:
+                num_accepted = num_tokens
+            key = (part.sequence.drafter_address, part.num_drafts, num_accepted, num_tokens)
+            alike[key] = alike.get(key, 0) + 1
+            if outcome.draft_wait:
+                waits.append(outcome.draft_wait)
+            if outcome.finish_reason:
+                name = generation_pb2.FinishReason.Name(outcome.finish_reason)
+                self.ended(name.removeprefix("FINISH_REASON_").lower())
+        self._waits.add_all(waits)
+        for (drafter, num_drafts, num_accepted, num_tokens), times in alike.items():
+            self._count(drafter, num_drafts, num_accepted, num_tokens, times)
+
+    def prefilled(self, queue_seconds: float, prefill_seconds: float) -> None:
+        """A sequence has its first token."""
+        self._metrics.queue_duration.record(queue_seconds)
+        self._metrics.prefill_duration.record(prefill_seconds)
+
+    def proposed(self, drafter: str, num_stale: int, round_trip: float) -> None:
+        """A drafter's frame brought proposals, the longest awaited after `round_trip` seconds; 0: none was awaited."""
+        if num_stale:
+            self._metrics.stale_tokens.add(num_stale)
+        if round_trip:
+            self._metrics.round_trip.record(round_trip, drafter)
+
+    def fell_back(self, fallbacks: Iterable[common_pb2.Fallback]) -> None:
+        """Sequences went on without a drafter."""
+        for fallback in fallbacks:
+            name = common_pb2.FallbackReason.Name(fallback.reason)
+            self._metrics.fallbacks.add(1, name.removeprefix("FALLBACK_REASON_").lower())
+
+    def ended(self, reason: str, num_sequences: int = 1) -> None:
+        """Sequences ended, for a reason as the instrument calls it."""
+        self._metrics.sequences_ended.add(num_sequences, reason)
+
+    def _count(self, drafter: str, num_drafts: int, num_accepted: int, num_tokens: int, times: int) -> None:
+        tokens = self._metrics.tokens
+        if num_drafts:
+            self._by_drafted[num_drafts] += times
+            self._by_accepted[num_accepted] += times
+            self._lengths.add(num_tokens, times)
+            self._metrics.draft_tokens.add(num_drafts * times, drafter)
+            self._metrics.accepted_tokens.add(num_accepted * times, drafter)
+            tokens.add(num_accepted * times, "accepted")
+        # Without the target's own token where the sequence ended at an accepted one.
+        if num_tokens > num_accepted:
+            own = "plain" if not num_drafts else "bonus" if num_accepted == num_drafts else "recovered"
+            tokens.add(times, own)
+
+
+def _seconds(start_ns: int, end_ns: int) -> float:
+    # Of a clock that may be set back.
+    return max(end_ns - start_ns, 0) * 1e-9
+
+
+def _reaching(by_count: Sequence[int]) -> dict[Labels, float]:
+    """How often each position was reached, from how often each count was."""
+    reached = list(accumulate(reversed(by_count)))[::-1]
+    return {(str(position),): num for position, num in enumerate(reached[1:])}
