@@ -27,13 +27,13 @@ class _Unparseable:
 
 
 class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs alone
-    """Turns exceptions of our handlers into statuses and refuses calls while `gate` raises.
+    """Turns exceptions of our handlers into statuses and refuses calls for which `gate` raises, given their context.
 
     An OutriderError ends the call with its own status (with a RetryInfo where it names a delay), a message that does
     not parse with INVALID_ARGUMENT, anything else with INTERNAL and a logged traceback.
     """
 
-    def __init__(self, gate: Callable[[], None]) -> None:
+    def __init__(self, gate: Callable[[Any], None]) -> None:
         self._gate = gate
 
     async def intercept_service(
@@ -58,7 +58,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
     def _unary(self, call: Callable[[Any, Any], Awaitable[Any]]) -> Callable[[Any, Any], Awaitable[Any]]:
         async def wrapped(request: Any, context: Any) -> Any:
             try:
-                self._gate()
+                self._gate(context)
                 return await call(_parsed(request), context)
             except OutriderError as error:
                 await _abort(context, error)
@@ -73,7 +73,7 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
         async def wrapped(request: Any, context: Any) -> AsyncIterator[Any]:
             responses = None
             try:
-                self._gate()
+                self._gate(context)
                 # A stream of requests arrives as an iterator, a single request as a message.
                 checked = _parsed_stream(request) if hasattr(request, "__aiter__") else _parsed(request)
                 responses = call(checked, context)

@@ -24,6 +24,7 @@ from engine.errors import UnavailableError
 from engine.health import Health
 from engine.interceptor import ErrorInterceptor
 from engine.metrics import ServiceMetrics
+from engine.security import ServerSecurity
 from engine.settings import ServiceSettings
 from engine.wire_bytes import WireInterceptor
 
@@ -91,7 +92,9 @@ class Server:
         keepalive: Keepalive = LINK_KEEPALIVE,
         metrics: ServiceMetrics | None = None,
     ) -> None:
+        """Raises BadSettingsError for TLS files that are not usable."""
         self._settings = settings
+        self._security = ServerSecurity(settings)
         self._metrics = metrics
         self._component = component
         self._phase = Phase.LOADING
@@ -129,12 +132,12 @@ class Server:
             self._metrics.start(self._settings.metrics_listen)
         host = self._settings.listen.rpartition(":")[0]
         try:
-            port = self._server.add_insecure_port(self._settings.listen)
+            port = self._security.add_port(self._server, self._settings.listen)
         except RuntimeError as error:
             raise OSError(f"listen: cannot bind {self._settings.listen}") from error
         self.address = f"{host}:{port}"
         await self._server.start()
-        logger.info("listening on %s, loading", self.address)
+        logger.info("listening on %s%s, loading", self.address, " by TLS" if self._security.is_encrypted else "")
         await self._component.start()
         self._phase = Phase.SERVING
         await self._health.set_ready(True)
@@ -166,7 +169,8 @@ class Server:
             # What is left is exported, to somebody who may not answer.
             await asyncio.to_thread(self._metrics.stop)
 
-    def _gate(self) -> None:
+    def _gate(self, context: Any) -> None:
+        self._security.check_caller(context)
         # While draining, each component decides for itself: what runs goes on, what is new is refused.
         if self._phase is Phase.LOADING:
             raise UnavailableError("the service is still loading", retry_delay_seconds=1.0)

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, ValidationError, field_validator
+from pydantic import BeforeValidator, Field, ValidationError, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -22,8 +22,11 @@ from pydantic_settings import (
 )
 
 from engine.logs import LogFormat
+from engine.loopback import is_loopback
 
 SERVICES = ("GATEWAY", "VERIFIER", "DRAFTER")
+# Variables that are for clients: a service may find them in its environment, and does not read them.
+CLIENT_VARIABLES = frozenset({"OUTRIDER_API_KEY"})
 
 
 def _split(value: Any) -> Any:
@@ -65,6 +68,30 @@ class ServiceSettings(BaseSettings):
     metrics_listen: str | None = Field(
         default=None, description="host:port to serve metrics on, as Prometheus reads them, at /metrics; unset: none"
     )
+    tls_certificate: Path | None = Field(
+        default=None,
+        description="PEM file with the certificate to serve with, and to show to services that are dialled, and what "
+        "leads to its authority; unset: no TLS. All files of these settings are read again when they change",
+    )
+    tls_key: Path | None = Field(default=None, description="PEM file with the certificate's private key")
+    tls_client_ca: Path | None = Field(
+        default=None,
+        description="PEM file with the authorities of clients' certificates; unset: clients need none",
+    )
+    tls_allowed_clients: AddressList = Field(
+        default=(),
+        description="names (DNS or URI), comma-separated, one of which a client's certificate must be for; empty: any",
+    )
+    tls_ca: Path | None = Field(
+        default=None,
+        description="PEM file with the authorities of the services that this one dials; unset: it dials without TLS",
+    )
+    allow_plaintext: bool = Field(
+        default=False, description="serve without TLS on an address that other machines can reach"
+    )
+    allow_unauthenticated: bool = Field(
+        default=False, description="serve anyone on an address that other machines can reach"
+    )
     max_message_bytes: int = Field(
         default=64 << 20, ge=1 << 16, description="largest gRPC message in either direction, bytes"
     )
@@ -77,6 +104,49 @@ class ServiceSettings(BaseSettings):
     log_format: LogFormat = Field(
         default="auto", description="text for a person or json for a collector; auto is text on a terminal"
     )
+
+    @property
+    def work_addresses(self) -> tuple[str, ...]:
+        """Each host:port on which clients are served: not those for probes and metrics."""
+        return (self.listen,)
+
+    @property
+    def authenticates(self) -> bool:
+        """Whether clients must say who they are."""
+        return self.tls_client_ca is not None
+
+    @model_validator(mode="after")
+    def _check_tls(self) -> Self:
+        for setting, needed in (
+            ("tls_certificate", "tls_key"),
+            ("tls_key", "tls_certificate"),
+            ("tls_client_ca", "tls_certificate"),
+            ("tls_allowed_clients", "tls_client_ca"),
+        ):
+            if getattr(self, setting) and not getattr(self, needed):
+                raise ValueError(f"{setting} needs {needed}")
+        return self
+
+    @model_validator(mode="after")
+    def _check_open_addresses(self) -> Self:
+        for address in self.work_addresses:
+            if is_loopback(address.rpartition(":")[0]):
+                continue
+            if self.tls_certificate is None and not self.allow_plaintext:
+                raise ValueError(
+                    f"other machines can reach {address}, which needs tls_certificate, or allow_plaintext where what "
+                    "is around it keeps strangers from listening"
+                )
+            if not self.authenticates and not self.allow_unauthenticated:
+                raise ValueError(
+                    f"other machines can reach {address}, which needs {self._authentication}, or "
+                    "allow_unauthenticated where what is around it keeps strangers out"
+                )
+        return self
+
+    @property
+    def _authentication(self) -> str:
+        return "tls_client_ca"
 
     @field_validator("metrics_listen")
     @classmethod
@@ -178,7 +248,7 @@ def refuse_unknown_variables(cls: type[ServiceSettings], environment: Mapping[st
     prefix = cls.model_config["env_prefix"]
     known = {f"{prefix}{name.upper()}" for name in cls.model_fields}
     for name in sorted(environment):
-        if not name.startswith("OUTRIDER_"):
+        if not name.startswith("OUTRIDER_") or name in CLIENT_VARIABLES:
             continue
         is_ours = name.startswith(prefix)
         is_anothers = any(name.startswith(f"OUTRIDER_{service}_") for service in SERVICES) and not is_ours

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from engine.security import make_dial
 from engine.serving import CLIENT_KEEPALIVE, Registration, Server
 from engine.telemetry import Telemetry
 from gateway.admission import Admission
@@ -46,6 +47,7 @@ class Gateway:
             settings.verifiers,
             settings.drafters,
             max_message_bytes=settings.max_message_bytes,
+            dial=make_dial(settings),
             resolver=resolver,
             dns_refresh_seconds=settings.dns_refresh_seconds,
             check_model=self._check_model,

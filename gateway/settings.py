@@ -92,6 +92,20 @@ class GatewaySettings(ServiceSettings):
         """Whether metrics can be read somewhere, if only at /metrics of the HTTP port."""
         return self.metrics_listen is not None or self.http_listen is not None
 
+    @property
+    def work_addresses(self) -> tuple[str, ...]:
+        """Each host:port on which clients are served: not those for probes and metrics."""
+        return (self.listen,) if self.http_listen is None else (self.listen, self.http_listen)
+
+    @property
+    def authenticates(self) -> bool:
+        """Whether clients must say who they are."""
+        return self.api_keys is not None or super().authenticates
+
+    @property
+    def _authentication(self) -> str:
+        return "api_keys or tls_client_ca"
+
     @model_validator(mode="after")
     def _check_dashboard(self) -> Self:
         if self.dashboard and self.http_listen is None:

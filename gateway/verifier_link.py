@@ -14,6 +14,7 @@ import grpc
 
 from engine.errors import FailedPreconditionError, OutriderError, UnavailableError
 from engine.instruments import Counter
+from engine.security import Dial, dial_plaintext
 from engine.serving import channel_options
 from engine.wire_bytes import counted
 from gateway.decoding import Decoding
@@ -50,6 +51,7 @@ class VerifierLink:
         drafters: Sequence[Endpoint],
         *,
         max_message_bytes: int,
+        dial: Dial = dial_plaintext,
         wire_bytes: Counter | None = None,
         accept: Callable[[ServedModel], None],
         on_change: Callable[[], None],
@@ -70,6 +72,7 @@ class VerifierLink:
         self._pool = _pool(drafters)
         self._has_new_pool = False
         self._options = channel_options(max_message_bytes, server_name=endpoint.server_name)
+        self._dial = dial
         self._wire_bytes = wire_bytes
         self._accept = accept
         self._on_change = on_change
@@ -155,8 +158,9 @@ class VerifierLink:
             was_connected = False
             try:
                 # A channel of its own each time: one that has lost its peer may sit out a backoff of its own, or wait
-                # many seconds for an answer to the packet that would have opened a connection.
-                async with grpc.aio.insecure_channel(self.address, options=self._options) as channel:
+                # many seconds for an answer to the packet that would have opened a connection. And a certificate may
+                # have been renewed.
+                async with self._dial(self.address, self._options) as channel:
                     await self._connect(
                         verifier_pb2_grpc.VerifierServiceStub(counted(channel, self._wire_bytes, "verifier"))
                     )

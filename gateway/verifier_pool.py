@@ -12,6 +12,7 @@ from typing import Any
 
 from engine.errors import UnavailableError
 from engine.instruments import Counter as CounterInstrument
+from engine.security import Dial, dial_plaintext
 from gateway.decoding import Decoding
 from gateway.discovery import Discovery, Resolver, SystemResolver
 from gateway.served_model import ServedModel
@@ -48,6 +49,7 @@ class VerifierPool:
         drafters: Sequence[str],
         *,
         max_message_bytes: int,
+        dial: Dial = dial_plaintext,
         wire_bytes: CounterInstrument | None = None,
         check_model: Callable[[ServedModel], None],
         resolver: Resolver | None = None,
@@ -71,6 +73,7 @@ class VerifierPool:
             on_change=self._follow_drafters,
         )
         self._max_message_bytes = max_message_bytes
+        self._dial = dial
         self._wire_bytes = wire_bytes
         self._check_model = check_model
         self._model: ServedModel | None = None
@@ -204,6 +207,7 @@ class VerifierPool:
                     endpoint,
                     self._drafters.endpoints,
                     max_message_bytes=self._max_message_bytes,
+                    dial=self._dial,
                     wire_bytes=self._wire_bytes,
                     accept=self._accept,
                     on_change=self._changed.set,

@@ -56,7 +56,7 @@ def nothing() -> None:
 
 @asynccontextmanager
 async def channel_to(fail: Fail, gate: Fail = nothing) -> AsyncIterator[tuple[grpc.aio.Channel, Generation]]:
-    server = grpc.aio.server(interceptors=[ErrorInterceptor(gate)])
+    server = grpc.aio.server(interceptors=[ErrorInterceptor(lambda context: gate())])
     generation = Generation(fail)
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(generation, server)
     verifier_pb2_grpc.add_VerifierServiceServicer_to_server(Verifier(fail), server)

@@ -1,0 +1,149 @@
+"""Who may connect and over what: TLS on the server's side and on the dialling side, and the names of peers.
+
+Certificates are read again when their files change: connections that exist go on, new ones use the new files. Imports
+no torch: the gateway uses it too.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Self
+
+import grpc
+
+from engine.errors import PermissionDeniedError
+from engine.settings import BadSettingsError, ServiceSettings
+from engine.tls_files import BadTlsFilesError, TlsFiles
+
+Options = Sequence[tuple[str, int | str]]
+Dial = Callable[[str, Options], grpc.aio.Channel]
+
+POLL_SECONDS = 1.0
+
+
+def dial_plaintext(address: str, options: Options) -> grpc.aio.Channel:
+    """A channel without encryption."""
+    return grpc.aio.insecure_channel(address, options=options)
+
+
+def make_dial(settings: ServiceSettings, *, poll_seconds: float = POLL_SECONDS) -> Dial:
+    """What opens channels to other services: by TLS where the settings name an authority to check them by.
+
+    Raises BadSettingsError for files that are not usable.
+    """
+    if settings.tls_ca is None:
+        return dial_plaintext
+    files = _files(
+        "tls_ca",
+        certificate=settings.tls_certificate,
+        key=settings.tls_key,
+        ca=settings.tls_ca,
+        poll_seconds=poll_seconds,
+    )
+
+    def dial(address: str, options: Options) -> grpc.aio.Channel:
+        pem = files.current()
+        credentials = grpc.ssl_channel_credentials(pem.ca, pem.key, pem.certificate)
+        return grpc.aio.secure_channel(address, credentials, options=options)
+
+    return dial
+
+
+class ServerSecurity:
+    """TLS of a service's own ports, and who may call it. Raises BadSettingsError for files that are not usable."""
+
+    def __init__(self, settings: ServiceSettings, *, poll_seconds: float = POLL_SECONDS) -> None:
+        self._checks_clients = settings.tls_client_ca is not None
+        self._allowed_clients = frozenset(settings.tls_allowed_clients)
+        self._files: TlsFiles | None = None
+        if settings.tls_certificate is not None:
+            self._files = _files(
+                "tls_certificate",
+                certificate=settings.tls_certificate,
+                key=settings.tls_key,
+                ca=settings.tls_client_ca,
+                poll_seconds=poll_seconds,
+            )
+
+    @property
+    def is_encrypted(self) -> bool:
+        """Whether clients must speak TLS."""
+        return self._files is not None
+
+    def add_port(self, server: grpc.aio.Server, listen: str) -> int:
+        """Bind the server; its port. Raises RuntimeError when the address is taken."""
+        files = self._files
+        if files is None:
+            return server.add_insecure_port(listen)
+        given = files.current()
+
+        def newer() -> grpc.ServerCertificateConfiguration | None:
+            # Asked by gRPC's threads at each connection; None: no change.
+            nonlocal given
+            pem = files.current()
+            if pem is given:
+                return None
+            given = pem
+            return _configuration(pem.certificate, pem.key, pem.ca)
+
+        first = _configuration(given.certificate, given.key, given.ca)
+        credentials = grpc.dynamic_ssl_server_credentials(
+            first,
+            newer,  # type: ignore[arg-type]  # the stubs do not know that None is no change
+            require_client_authentication=self._checks_clients,
+        )
+        return server.add_secure_port(listen, credentials)
+
+    def ssl_context(self) -> ssl.SSLContext | None:
+        """The same for a server that is not gRPC's; None without TLS."""
+        return None if self._files is None else _FollowingContext(self._files)
+
+    def check_caller(self, context: Any) -> None:
+        """Raise PermissionDeniedError unless the certificate of a gRPC call's client has an allowed name."""
+        if self._allowed_clients:
+            names = context.auth_context().get("x509_subject_alternative_name", ())
+            self._check_names([name.decode(errors="replace") for name in names])
+
+    def check_certificate(self, certificate: Mapping[str, Any] | None) -> None:
+        """The same for what `ssl.SSLSocket.getpeercert` returns."""
+        if self._allowed_clients:
+            self._check_names([value for _, value in (certificate or {}).get("subjectAltName", ())])
+
+    def _check_names(self, names: Collection[str]) -> None:
+        if self._allowed_clients.isdisjoint(names):
+            shown = ", ".join(names) or "no name"
+            raise PermissionDeniedError(f"a client whose certificate is for {shown} may not call this service")
+
+
+class _FollowingContext(ssl.SSLContext):
+    """Stands for a context with the files of the moment at which a connection begins.
+
+    Not one context that loads new files, as there an authority once trusted stays so.
+    """
+
+    _files: TlsFiles
+
+    def __new__(cls, files: TlsFiles) -> Self:
+        self = super().__new__(cls, ssl.PROTOCOL_TLS_SERVER)
+        self._files = files
+        return self
+
+    def wrap_bio(self, *arguments: Any, **keywords: Any) -> ssl.SSLObject:
+        """What asyncio calls for each connection."""
+        return self._files.current().context.wrap_bio(*arguments, **keywords)
+
+
+def _configuration(
+    certificate: bytes | None, key: bytes | None, client_ca: bytes | None
+) -> grpc.ServerCertificateConfiguration:
+    assert certificate is not None
+    assert key is not None
+    return grpc.ssl_server_certificate_configuration([(key, certificate)], root_certificates=client_ca)
+
+
+def _files(setting: str, **files: Any) -> TlsFiles:
+    try:
+        return TlsFiles(**files)
+    except BadTlsFilesError as error:
+        raise BadSettingsError(f"{setting}: {error}") from error
