@@ -53,8 +53,8 @@ def depths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     found: list[int] = []
     launch = Pipeline.launch
 
-    def counted(self: Pipeline, batch: Sequence[Scheduled]) -> bool:
-        is_launched = launch(self, batch)
+    def counted(self: Pipeline, batch: Sequence[Scheduled], *, schedule_seconds: float) -> bool:
+        is_launched = launch(self, batch, schedule_seconds=schedule_seconds)
         found.append(len(self))
         return is_launched
 
