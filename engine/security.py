@@ -6,6 +6,7 @@ no torch: the gateway uses it too.
 
 from __future__ import annotations
 
+import logging
 import ssl
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Self
@@ -15,6 +16,8 @@ import grpc
 from engine.errors import PermissionDeniedError
 from engine.settings import BadSettingsError, ServiceSettings
 from engine.tls_files import BadTlsFilesError, TlsFiles
+
+logger = logging.getLogger(__name__)
 
 Options = Sequence[tuple[str, int | str]]
 Dial = Callable[[str, Options], grpc.aio.Channel]
@@ -97,7 +100,7 @@ class ServerSecurity:
 
     def ssl_context(self) -> ssl.SSLContext | None:
         """The same for a server that is not gRPC's; None without TLS."""
-        return None if self._files is None else _FollowingContext(self._files)
+        return None if self._files is None else _FollowingContext(self._files, self._check_certificate)
 
     def check_caller(self, context: Any) -> None:
         """Raise PermissionDeniedError unless the certificate of a gRPC call's client has an allowed name."""
@@ -105,8 +108,8 @@ class ServerSecurity:
             names = context.auth_context().get("x509_subject_alternative_name", ())
             self._check_names([name.decode(errors="replace") for name in names])
 
-    def check_certificate(self, certificate: Mapping[str, Any] | None) -> None:
-        """The same for what `ssl.SSLSocket.getpeercert` returns."""
+    def _check_certificate(self, certificate: Mapping[str, Any] | None) -> None:
+        # The same for what `ssl.SSLObject.getpeercert` returns.
         if self._allowed_clients:
             self._check_names([value for _, value in (certificate or {}).get("subjectAltName", ())])
 
@@ -123,15 +126,27 @@ class _FollowingContext(ssl.SSLContext):
     """
 
     _files: TlsFiles
+    _object_class: type[ssl.SSLObject]
 
-    def __new__(cls, files: TlsFiles) -> Self:
+    def __new__(cls, files: TlsFiles, check: Callable[[Mapping[str, Any] | None], None]) -> Self:
+        class Checked(ssl.SSLObject):
+            def do_handshake(self) -> None:
+                super().do_handshake()
+                try:
+                    check(self.getpeercert())
+                except PermissionDeniedError as error:
+                    logger.info("a connection was refused: %s", error)
+                    raise ssl.SSLCertVerificationError(error.message) from None
+
         self = super().__new__(cls, ssl.PROTOCOL_TLS_SERVER)
-        self._files = files
+        self._files, self._object_class = files, Checked
         return self
 
     def wrap_bio(self, *arguments: Any, **keywords: Any) -> ssl.SSLObject:
         """What asyncio calls for each connection."""
-        return self._files.current().context.wrap_bio(*arguments, **keywords)
+        context = self._files.current().context
+        context.sslobject_class = self._object_class
+        return context.wrap_bio(*arguments, **keywords)
 
 
 def _configuration(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from engine.security import make_dial
+from engine.security import ServerSecurity, make_dial
 from engine.serving import CLIENT_KEEPALIVE, Registration, Server
 from engine.telemetry import Telemetry
 from gateway.admission import Admission
@@ -144,7 +144,8 @@ class Gateway:
             metrics=self._metrics,
             authenticate=self._authenticate,
         )
-        return HttpServer(make_app(front), self._settings.http_listen)
+        tls = ServerSecurity(self._settings).ssl_context()
+        return HttpServer(make_app(front), self._settings.http_listen, tls=tls)
 
     def _check_model(self, model: ServedModel) -> None:
         if self._tokenizer is not None:

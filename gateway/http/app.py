@@ -11,7 +11,7 @@ from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute
 
 from engine.telemetry import Telemetry
-from gateway.auth import ANONYMOUS, Caller
+from gateway.auth import Authenticate, admit_anyone
 from gateway.generator import Generator
 from gateway.http.errors import routing_error
 from gateway.http.health import health_routes
@@ -40,12 +40,13 @@ class Front:
     dashboard: Dashboard | None = None
     metrics: GatewayMetrics | None = None
     # Who sends an `Authorization` header. Raises UnauthenticatedError.
-    authenticate: Callable[[str | None], Caller] = lambda authorization: ANONYMOUS
+    authenticate: Authenticate = admit_anyone
 
 
 def make_app(front: Front) -> Starlette:
     """The ASGI application. Raises BadSettingsError for a chat template that is not usable."""
-    routes: list[BaseRoute] = [*health_routes(front.is_serving), *metrics_routes(front.metrics), *openai_routes(front)]
+    routes: list[BaseRoute] = [*health_routes(front.is_serving), *openai_routes(front)]
+    routes += metrics_routes(front.metrics, front.authenticate)
     if front.dashboard is not None:
         from gateway.dashboard.routes import dashboard_routes
 
