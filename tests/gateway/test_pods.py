@@ -213,3 +213,18 @@ async def test_start_waits_for_a_name_that_means_nothing_yet(pods: list[FakeVeri
     async with running_gateway(name(pods), resolver=resolver, dns_refresh_seconds=0.05) as running:
         assert appearing.done()
         await complete(running, token_ids=token_ids(1))
+
+
+async def test_pods_with_ipv6_addresses() -> None:
+    pod = FakeVerifier(script=one_token)
+    pod.address = "[::1]:0"
+    try:
+        await pod.start()
+    except RuntimeError:
+        pytest.skip("this machine has no IPv6")
+    try:
+        async with running_gateway(name([pod]), resolver=Answers(pods=["::1"])) as running:
+            assert running.links[0].address == pod.address
+            await complete(running, token_ids=token_ids(1))
+    finally:
+        await pod.stop()
