@@ -17,6 +17,7 @@ from typing import Any, Self
 
 from engine.errors import OutriderError, ResourceExhaustedError, UnavailableError
 from gateway.auth import Caller
+from gateway.rate_limits import RateLimits
 
 # What a client is told as long as nothing has finished that could be estimated from.
 DEFAULT_DELAY_SECONDS = 1.0
@@ -47,6 +48,10 @@ class Place:
         """Let the next one run: all that is left is the delivery to the client. Safe to call again."""
         if not self._is_free and self._admission.may_deliver_later():
             self._release()
+
+    def spend(self, num_tokens: int) -> None:
+        """Count tokens of the prompt or the output towards what the caller may use."""
+        self._admission.spent(self._caller_name, num_tokens)
 
     def __enter__(self) -> Self:
         return self
@@ -86,6 +91,7 @@ class Admission:
         self._queues: dict[str, dict[asyncio.Future[Place], None]] = {}
         self._turns: dict[str, int] = {}
         self._turn = itertools.count(1)
+        self._rates = RateLimits()
         self._service_seconds: float | None = None
         self._is_draining = False
         self._empty = asyncio.Event()
@@ -179,6 +185,10 @@ class Admission:
             del self._running_by_caller[caller_name]
         self._fill()
 
+    def spent(self, caller_name: str, num_tokens: int) -> None:
+        """A request has used tokens; called by the place."""
+        self._rates.spend(caller_name, num_tokens)
+
     def left(self) -> None:
         """A request is over; called by the place."""
         self._num_open -= 1
@@ -211,6 +221,8 @@ class Admission:
             seconds = None if self._service_seconds is None else self._service_seconds / max(1, num_running)
             message = f"{num_running + num_waiting} of this caller's requests are open, as many as it may have"
             raise self._refusal("caller_limit", message, seconds)
+        if (excess := self._rates.take(caller)) is not None:
+            raise self._refusal(excess.reason, excess.message, excess.seconds)
 
     def _check_wait(self, caller: Caller, seconds_left: float | None) -> None:
         if self._num_waiting >= self._max_queued and not self._displace_for(caller.name):

@@ -83,6 +83,7 @@ class Generator:
         arrived, arrived_ns = time.monotonic(), time.time_ns()
         if self._metrics is not None:
             request_trace.metrics = RequestMetrics(self._metrics, request_trace.operation, self.model_name)
+        request_trace.called_by(caller.name)
         check_request(request, self._pool.model, has_tokenizer=self._tokenizer is not None)
         try:
             place = await self._admission.place(caller, seconds_left=seconds_left)
@@ -100,6 +101,7 @@ class Generator:
                 arrived,
                 has_token_texts=request.token_texts,
             )
+            place.spend(len(prompt_token_ids))
             started = generation_pb2.Started(
                 request_id=request.request_id or uuid.uuid4().hex,
                 model=self.model_name,
@@ -217,6 +219,7 @@ class Generator:
                     has_started = True
                     yield started
                 if chunk is not None:
+                    place.spend(len(chunk.tokens))
                     if request_trace.has_prompts:
                         texts.append(chunk.text)
                     if request_trace.metrics is not None:

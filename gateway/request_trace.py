@@ -65,6 +65,7 @@ class RequestTrace:
     _num_slow_deliveries: int = 0
     _has_first_token: bool = False
     _request_id: str = ""
+    _caller: str = ""
     _finished: generation_pb2.Finished | None = None
 
     @classmethod
@@ -95,6 +96,12 @@ class RequestTrace:
             traceparent_of(span),
             operation,
         )
+
+    def called_by(self, caller: str) -> None:
+        """The name of who calls, where the gateway asks for one."""
+        self._caller = caller
+        if self.span is not None and caller:
+            self.span.set_attribute("outrider.caller", caller)
 
     def requested(self, request: generation_pb2.GenerateRequest, *, request_id: str, seed: int) -> None:
         """A request that passed the checks."""
@@ -218,10 +225,11 @@ class RequestTrace:
         level = logging.WARNING if code in SERVER_FAULTS else logging.INFO
         if not logger.isEnabledFor(level):
             return
+        caller = {"caller": self._caller} if self._caller else {}
         if self._finished is None:
             # Messages about bad input may quote it: the client gets to read them, the log does not.
             reason = "" if code is grpc.StatusCode.INVALID_ARGUMENT else message
-            logger.log(level, "a request ended with %s%s", code.name, f": {reason}" if reason else "")
+            logger.log(level, "a request ended with %s%s", code.name, f": {reason}" if reason else "", extra=caller)
             return
         usage, timings = self._finished.usage, self._finished.timings
         numbers = {
@@ -230,7 +238,7 @@ class RequestTrace:
             "time_to_first_token_seconds": round(timings.time_to_first_token_seconds, 4),
             "total_seconds": round(timings.total_seconds, 4),
         }
-        logger.log(level, "a request ended with %s", code.name, extra=numbers)
+        logger.log(level, "a request ended with %s", code.name, extra={**caller, **numbers})
 
     def _child(self, name: str, started_ns: int, ended_ns: int, attributes: Mapping[str, Any]) -> None:
         if self.span is None or ended_ns - started_ns < MIN_SPAN_NS:
