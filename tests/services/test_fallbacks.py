@@ -58,7 +58,7 @@ async def test_an_address_that_nobody_dialled_or_nobody_answers(pair: Pair) -> N
             result = await client.decode(PROMPT, drafter=address, max_tokens=5)
             assert result.reasons == ["NO_DRAFTER"]
             assert result.token_ids == greedy(target, PROMPT, 5)
-        await client.use_drafters("nonsense", "127.0.0.1:1", "[::1", "", state=CONNECTING)
+        await client.use_drafters("nonsense.invalid:1", "127.0.0.1:1", "[::1]:1", state=CONNECTING)
 
 
 def add_tokenizer(path: Path, *tokens: str) -> None:
