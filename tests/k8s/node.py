@@ -12,6 +12,7 @@ import json
 import os
 import shlex
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -26,7 +27,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 
-from outrider.client import AsyncClient
+from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 
 # Its own address, where the collector is.
 NODE = "10.42.0.1"
@@ -55,6 +56,12 @@ class Plan:
     hosts: dict[str, str]
     prompt: str
     max_tokens: int
+    # PEM of the authority that signed the pods' certificates; empty: nothing is encrypted.
+    authority: str
+    # What cert-manager does when it renews: links to swap, and what they then lead to.
+    renewals: dict[str, str]
+    # Directory of the collector's certificate.
+    collector_tls: str
 
 
 @dataclass
@@ -66,6 +73,8 @@ class Report:
     text: str = ""
     num_accepted: int = 0
     http_status: int = 0
+    # Whether the gateway showed another certificate after the renewal, and worked on.
+    is_renewed: bool = False
     # Pods whose spans and metrics came to the collector.
     traced: list[str] = field(default_factory=list)
     measured: list[str] = field(default_factory=list)
@@ -171,11 +180,13 @@ async def run(plan: Plan, directory: Path) -> Report:
     sh("ip", "link", "set", "br0", "up")
     processes = {pod.name: start(pod, plan.hosts, directory) for pod in plan.pods}
     try:
-        async with collector() as (spans, metrics):
+        async with collector(plan) as (spans, metrics):
             async with asyncio.timeout(90):
                 await asyncio.gather(*(wait_until_ready(pod, processes[pod.name], report) for pod in plan.pods))
             if len(report.ready_seconds) == len(plan.pods):
                 await ask(plan, report)
+                if plan.renewals:
+                    await renew(plan, report)
                 for name, process in processes.items():
                     look_at(name, process, report)
                 await asyncio.gather(*(asyncio.to_thread(end, *item, report) for item in processes.items()))
@@ -201,14 +212,47 @@ async def wait_until_ready(pod: Pod, process: subprocess.Popen[str], report: Rep
 async def ask(plan: Plan, report: Report) -> None:
     """A completion over gRPC, health over HTTP."""
     address = plan.hosts["gateway"]
-    async with AsyncClient(f"{address}:50051") as client:
-        completion = await client.generate(plan.prompt, max_tokens=plan.max_tokens, temperature=0)
-    report.text = completion.text
-    report.num_accepted = completion.speculation.num_accepted_tokens
-    reader, writer = await asyncio.open_connection(address, 8080)
+    async with channel_to(plan, f"{address}:50051") as channel:
+        request = generation_pb2.GenerateRequest(
+            prompt=plan.prompt,
+            sampling=common_pb2.SamplingParameters(temperature=0.0),
+            stopping=generation_pb2.StoppingParameters(max_tokens=plan.max_tokens),
+        )
+        report.text, report.num_accepted = "", 0
+        async for response in generation_pb2_grpc.GenerationServiceStub(channel).Generate(request, timeout=60):
+            report.text += response.chunk.text
+            if response.HasField("finished"):
+                report.num_accepted = response.finished.speculation.num_accepted_tokens
+    tls = ssl.create_default_context(cadata=plan.authority) if plan.authority else None
+    name = "gateway" if plan.authority else None
+    reader, writer = await asyncio.open_connection(address, 8080, ssl=tls, server_hostname=name)
     writer.write(b"GET /healthz HTTP/1.1\r\nHost: gateway\r\nConnection: close\r\n\r\n")
     report.http_status = int((await reader.readline()).split()[1])
     writer.close()
+
+
+def channel_to(plan: Plan, address: str) -> grpc.aio.Channel:
+    """A client's, as it would dial the Service."""
+    # A pool of its own for each, or gRPC would go on with a connection from before.
+    options = [("grpc.use_local_subchannel_pool", 1), ("grpc.ssl_target_name_override", "gateway")]
+    if not plan.authority:
+        return grpc.aio.insecure_channel(address, options[:1])
+    return grpc.aio.secure_channel(address, grpc.ssl_channel_credentials(plan.authority.encode()), options)
+
+
+async def renew(plan: Plan, report: Report) -> None:
+    """Swap the certificates, as the kubelet swaps a Secret's, and ask again."""
+    gateway = (plan.hosts["gateway"], 50051)
+    before = await asyncio.to_thread(ssl.get_server_certificate, gateway)
+    for link, target in plan.renewals.items():
+        fresh = Path(f"{link}.new")
+        fresh.symlink_to(target)
+        fresh.replace(link)
+    async with asyncio.timeout(30):
+        while await asyncio.to_thread(ssl.get_server_certificate, gateway) == before:
+            await asyncio.sleep(0.2)
+    await ask(plan, report)
+    report.is_renewed = True
 
 
 def look_at(name: str, process: subprocess.Popen[str], report: Report) -> None:
@@ -237,14 +281,18 @@ class Exports:
 
 
 @asynccontextmanager
-async def collector() -> AsyncIterator[tuple[Exports, Exports]]:
+async def collector(plan: Plan) -> AsyncIterator[tuple[Exports, Exports]]:
     """A collector for spans and metrics on the node."""
     spans = Exports(lambda request: request.resource_spans, trace_service_pb2.ExportTraceServiceResponse)
     metrics = Exports(lambda request: request.resource_metrics, metrics_service_pb2.ExportMetricsServiceResponse)
     server = grpc.aio.server()
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(spans, server)
     metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(metrics, server)
-    server.add_insecure_port(f"{NODE}:4317")
+    if plan.collector_tls:
+        key, certificate = (Path(plan.collector_tls, name).read_bytes() for name in ("tls.key", "tls.crt"))
+        server.add_secure_port(f"{NODE}:4317", grpc.ssl_server_credentials([(key, certificate)]))
+    else:
+        server.add_insecure_port(f"{NODE}:4317")
     await server.start()
     try:
         yield spans, metrics

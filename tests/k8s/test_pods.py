@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 
 from outrider.bundled import heldout_prompt
 from tests.k8s.manifests import ROOT, SERVICES, Manifests, rendered
@@ -30,7 +31,32 @@ def can_make_namespaces() -> bool:
     return subprocess.run([*NAMESPACES, "sh", "-c", script], capture_output=True, check=False).returncode == 0
 
 
-def pod_of(manifests: Manifests, service: str) -> Pod:
+class Secrets:
+    """What cert-manager makes of Certificates, as the kubelet mounts it, twice: at first and once renewed."""
+
+    def __init__(self, manifests: Manifests, directory: Path) -> None:
+        authority = trustme.CA()
+        self.authority = authority.cert_pem.bytes().decode() if manifests.has("Certificate") else ""
+        self.renewals: dict[str, str] = {}
+        self.directories: dict[str, Path] = {}
+        for certificate in manifests.of_kind("Certificate"):
+            if "dnsNames" not in certificate["spec"]:
+                continue
+            place = directory / certificate["spec"]["secretName"]
+            for version in ("..old", "..new"):
+                (place / version).mkdir(parents=True)
+                issued = authority.issue_cert(*certificate["spec"]["dnsNames"])
+                (place / version / "tls.crt").write_bytes(issued.cert_chain_pems[0].bytes())
+                (place / version / "tls.key").write_bytes(issued.private_key_pem.bytes())
+                (place / version / "ca.crt").write_bytes(authority.cert_pem.bytes())
+            (place / "..data").symlink_to("..old")
+            for name in ("tls.crt", "tls.key", "ca.crt"):
+                (place / name).symlink_to(f"..data/{name}")
+            self.renewals[str(place / "..data")] = "..new"
+            self.directories[certificate["spec"]["secretName"]] = place
+
+
+def pod_of(manifests: Manifests, service: str, secrets: Secrets) -> Pod:
     container = manifests.container(service)
     lines = stages()[service]
     image = dict(variable.split("=", 1) for line in lines if line.startswith("ENV ") for variable in line.split()[1:])
@@ -38,13 +64,18 @@ def pod_of(manifests: Manifests, service: str) -> Pod:
     context = manifests.pod(service)["spec"]["securityContext"]
     interpreters = {str(ROOT), sys.prefix, sys.base_prefix}
     (models,) = [mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == "models"]
+    mounts = {place: place for place in interpreters} | {models: str(ROOT / "models" / "demo")}
+    for volume in manifests.pod(service)["spec"]["volumes"]:
+        if "secret" in volume:
+            (place,) = [mount["mountPath"] for mount in container["volumeMounts"] if mount["name"] == volume["name"]]
+            mounts[place] = str(secrets.directories[volume["secret"]["secretName"]])
     return Pod(
         name=service,
         address=ADDRESSES[service],
         command=[sys.executable, *module],
         environment={**image, "PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), **manifests.environment(service)},
         user=f"{context['runAsUser']}:{context['runAsGroup']}",
-        mounts={**{place: place for place in interpreters}, models: str(ROOT / "models" / "demo")},
+        mounts=mounts,
         readiness=container["readinessProbe"],
         liveness=container["livenessProbe"],
     )
@@ -54,14 +85,25 @@ def logs_of(report: dict[str, Any]) -> str:
     return "\n".join(f"{service}:\n{report['logs'][service]}" for service in SERVICES)
 
 
-@pytest.fixture(scope="module")
-def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+@pytest.fixture(scope="module", params=[(), ("mtls",)], ids=["plain", "encrypted"])
+def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     if not can_make_namespaces():
         pytest.skip("pods need namespaces, which only root can make, where it may")
-    manifests = rendered("overlays/cpu-demo")
-    plan = Plan([pod_of(manifests, service) for service in SERVICES], ADDRESSES, heldout_prompt(), 48)
+    manifests = rendered("overlays/cpu-demo", request.param)
+    directory = tmp_path_factory.mktemp("node")
+    secrets = Secrets(manifests, directory / "secrets")
+    plan = Plan(
+        pods=[pod_of(manifests, service, secrets) for service in SERVICES],
+        hosts=ADDRESSES,
+        prompt=heldout_prompt(),
+        max_tokens=48,
+        authority=secrets.authority,
+        renewals=secrets.renewals,
+        collector_tls=str(secrets.directories["collector-tls"]) if secrets.authority else "",
+    )
+    (directory / "pods").mkdir()
     run = subprocess.run(
-        [*NAMESPACES, sys.executable, "-m", "tests.k8s.node", str(tmp_path_factory.mktemp("node"))],
+        [*NAMESPACES, sys.executable, "-m", "tests.k8s.node", str(directory / "pods")],
         input=json.dumps(asdict(plan)),
         capture_output=True,
         text=True,
@@ -73,6 +115,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(run.stdout)
     if found["ready_seconds"].keys() != set(SERVICES):
         pytest.fail(f"only {found['ready_seconds']} became ready\n{run.stderr}\n{logs_of(found)}")
+    found["is_encrypted"] = bool(secrets.authority)
     return found
 
 
@@ -80,6 +123,7 @@ def test_the_pods_generate_together(report: dict[str, Any]) -> None:
     assert report["text"]
     assert report["num_accepted"] > 0
     assert report["http_status"] == 200
+    assert report["is_renewed"] == report["is_encrypted"]
 
 
 def test_a_pod_lives_while_it_is_not_ready(report: dict[str, Any]) -> None:

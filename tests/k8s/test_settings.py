@@ -27,8 +27,8 @@ GRPC_SERVICES = {
     "verifier": verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"].full_name,
     "drafter": drafter_pb2.DESCRIPTOR.services_by_name["DrafterService"].full_name,
 }
-# Beyond `drain_seconds`, to close streams and to export the last spans and metrics. Without a collector that answers, both
-# are tried for about 10 s each: pods ended 19 s after they had drained.
+# Beyond `drain_seconds`, to close streams and to export the last spans and metrics: without a collector that answers,
+# both are tried for about 10 s each, and pods ended 19 s after they had drained.
 MARGIN_SECONDS = 30
 SLOWEST_LOADING_SECONDS = 15 * 60
 
