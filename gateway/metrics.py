@@ -20,7 +20,6 @@ REFUSALS = (
     *("caller_limit", "request_rate", "token_rate"),
     *("queue_full", "queue_too_long", "queue_timeout", "deadline", "displaced", "draining"),
 )
-# The shortest time between two tokens that a histogram of clients' waits has to tell apart is that of a step.
 CONVENTION = {"gen_ai.operation.name": (), "gen_ai.provider.name": (), "gen_ai.request.model": (), "error.type": ()}
 
 

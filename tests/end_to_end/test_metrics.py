@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable
 from contextlib import aclosing
+from pathlib import Path
 
+import httpx
 import pytest
 import pytest_asyncio
+import yaml
 
+from k8s.dashboards.build import DASHBOARDS
 from outrider.bundled import bundled_model
 from outrider.client import AsyncClient
 from outrider.completion import Chunk, Completion
 from outrider.errors import InvalidRequestError
 from outrider.local import LocalCluster, Options
 from tests.exported_metrics import exported_names, instruments
+from tests.prometheus_server import SCRAPE_SECONDS, running_prometheus
 from tests.scrape import Scrape
 from tests.service_device import DRAFTER_FLAGS, SERVICE_DEVICE, VERIFIER_FLAGS
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
+ALERTS = Path(__file__).resolve().parents[2] / "k8s" / "dashboards" / "alerts.yaml"
 SERVICES = ("gateway", "verifier", "drafter")
 PROMPTS = ("def main():", "import os\n", "class Reader:\n    def __init__(self", "for index in range(")
 ONLY_ON_A_GPU = {"outrider_verifier_gpu_memory_bytes", "outrider_drafter_gpu_memory_bytes"}
@@ -209,12 +216,46 @@ async def test_every_instrument_is_exported_under_the_name_that_it_is_known_by(o
 
 
 async def get_text(address: str) -> str:
-    import httpx
-
     async with httpx.AsyncClient(trust_env=False) as client:
         response = await client.get(f"http://{address}/metrics")
     assert response.status_code == 200
     return response.text
+
+
+@pytest.mark.skipif(shutil.which("prometheus") is None, reason="a real Prometheus is asked, and there is none here")
+async def test_each_panel_has_data_after_some_traffic(observed: Observed, tmp_path: Path) -> None:
+    """Catches queries that Prometheus does not take, and panels that stay empty; asked as Grafana asks."""
+    rules = yaml.safe_load(ALERTS.read_text())["spec"]
+    panels = [(name, panel) for name, dashboard in DASHBOARDS.items() for panel in dashboard.panels]
+    # What no machine without a GPU, or without another exporter, has.
+    asked = [(name, panel) for name, panel in panels if not panel.source]
+    assert {panel.source for _, panel in panels} == {"", "GPU", "DCGM exporter"}
+    (address,) = free_addresses(1)
+    async with running_prometheus(tmp_path, address, observed.addresses, rules) as prometheus:
+        missing = [f"{name}: {panel.title}" for name, panel in asked]
+        for _ in range(4):
+            await observed.generate(max_tokens=16, temperature=0.0)
+            await asyncio.sleep(1.5 * SCRAPE_SECONDS)
+            missing = [
+                f"{name}: {panel.title}: {query.expression}"
+                for name, panel in asked
+                for query in panel.queries
+                if not await prometheus.series(as_grafana_asks(query.expression))
+            ]
+            if not missing:
+                break
+        assert not missing
+        for _, panel in panels:
+            for query in panel.queries:
+                await prometheus.series(as_grafana_asks(query.expression))  # is at least PromQL
+        assert await prometheus.rule_errors() == {}
+        # On two cores that all services share, drafts are slow.
+        assert set(await prometheus.alerts()) <= {"OutriderDraftsSlow", "OutriderAcceptanceLow"}
+
+
+def as_grafana_asks(expression: str) -> str:
+    """The query with what Grafana puts in for its variables, for a short look."""
+    return expression.replace("$namespace", ".*").replace("$__rate_interval", f"{5 * SCRAPE_SECONDS}s")
 
 
 async def test_requests_that_fail_or_are_cut_short_are_counted_as_that(observed: Observed) -> None:

@@ -17,7 +17,7 @@ def workloads(manifests: Manifests) -> list[Object]:
 
 def selects(selector: Object, labels: Object) -> bool:
     assert set(selector) <= {"matchLabels"}, "only matchLabels is used"
-    return selector.get("matchLabels", {}).items() <= labels.items()
+    return bool(selector.get("matchLabels", {}).items() <= labels.items())
 
 
 def selected(manifests: Manifests, selector: Object) -> list[str]:

@@ -14,7 +14,7 @@ from engine.telemetry import Telemetry
 from gateway.discovery import DNS_SCHEME
 from gateway.settings import GatewaySettings
 from outrider.v1 import drafter_pb2, generation_pb2, verifier_pb2
-from tests.k8s.manifests import SERVICES, Manifests
+from tests.k8s.manifests import SERVICES, Manifests, rendered
 from verifier_service.settings import VerifierSettings
 
 SETTINGS: dict[str, type[ServiceSettings]] = {
@@ -154,3 +154,15 @@ def test_pools_of_gpus_are_apart(manifests: Manifests) -> None:
         assert {"key": "outrider.dev/pool", "operator": "Equal", "value": pool, "effect": "NoSchedule"} in pod[
             "tolerations"
         ]
+
+
+def test_routes_lead_to_what_the_gateway_serves() -> None:
+    routed = rendered("base", ("gateway-api",))
+    gateway = settings_of(routed, "gateway")
+    assert isinstance(gateway, GatewaySettings)
+    (rule,) = routed.get("GRPCRoute", "gateway")["spec"]["rules"]
+    assert [match["method"]["service"] for match in rule["matches"]] == [GRPC_SERVICES["gateway"]]
+    assert [backend["port"] for backend in rule["backendRefs"]] == [port_of(gateway.listen)]
+    (rule,) = routed.get("HTTPRoute", "gateway")["spec"]["rules"]
+    assert [match["path"]["value"] for match in rule["matches"]] == ["/v1"]
+    assert [backend["port"] for backend in rule["backendRefs"]] == [port_of(gateway.http_listen)]
