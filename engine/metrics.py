@@ -40,6 +40,9 @@ from engine.telemetry import service_resource
 
 logger = logging.getLogger(__name__)
 
+# How long the last numbers may take to their collector, which may not answer.
+FLUSH_SECONDS = 2.0
+
 
 class ServiceMetrics:
     """The instruments of a service and the ways out for their numbers; each service declares its own in a subclass.
@@ -119,7 +122,7 @@ class ServiceMetrics:
             server.server_close()
             thread.join()
         if self._provider is not None:
-            self._provider.shutdown()
+            self._provider.shutdown(timeout_millis=FLUSH_SECONDS * 1e3)
             self._provider = None
 
     def _export_to(self, exporters: Iterable[MetricExporter], *, is_scraped: bool) -> None:

@@ -134,13 +134,13 @@ class ServiceSettings(BaseSettings):
                 continue
             if self.tls_certificate is None and not self.allow_plaintext:
                 raise ValueError(
-                    f"other machines can reach {address}, which needs tls_certificate, or allow_plaintext where what "
-                    "is around it keeps strangers from listening"
+                    f"other machines can reach {address}: set tls_certificate and tls_key, or allow_plaintext if its "
+                    "network keeps strangers from listening"
                 )
             if not self.authenticates and not self.allow_unauthenticated:
                 raise ValueError(
-                    f"other machines can reach {address}, which needs {self._authentication}, or "
-                    "allow_unauthenticated where what is around it keeps strangers out"
+                    f"other machines can reach {address}: set {self._authentication}, or allow_unauthenticated if "
+                    "its network keeps strangers out"
                 )
         return self
 

@@ -7,16 +7,30 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from outrider import origins
 from outrider.bundled import bundled_model
-from outrider.client import Chunk, Client, ClientError, Completion, GenerateOptions, InvalidRequestError, Verification
+from outrider.client import (
+    Chunk,
+    Client,
+    ClientError,
+    Completion,
+    GenerateOptions,
+    InvalidRequestError,
+    Tls,
+    Verification,
+)
 from outrider.completion import CompletionBuilder
+from outrider.connection import API_KEY_VARIABLE
+
+if TYPE_CHECKING:
+    from outrider.front_door import FrontDoor
 
 EXIT_FAILED = 1
 EXIT_BAD_USAGE = 2
@@ -76,6 +90,7 @@ def _add_up(commands: Any) -> None:
         help="serve HTTP too: an OpenAI-compatible API, and a page at /dashboard (default: no HTTP)",
     )
     _add_models(up)
+    _add_front_door(up)
     up.add_argument("--model-name", help="name that clients see (default: the target's own)")
     up.add_argument("--drain-seconds", type=_seconds, default=10.0, metavar="S",
                     help="how long running requests may go on after Ctrl-C (default %(default)g)")  # fmt: skip
@@ -98,12 +113,39 @@ def _add_models(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 (default %(default)s)")
 
 
+def _add_front_door(parser: argparse.ArgumentParser) -> None:
+    door = parser.add_argument_group("front door", "Who may call the gateway; see docs/security.md.")
+    door.add_argument("--api-keys", type=_file, metavar="FILE", help="TOML file with the keys of those who may call")
+    door.add_argument("--tls-certificate", type=_file, metavar="FILE", help="serve by TLS, with this certificate")
+    door.add_argument("--tls-key", type=_file, metavar="FILE", help="the certificate's private key")
+    door.add_argument("--tls-client-ca", type=_file, metavar="FILE", help="authorities of certificates of clients")
+    door.add_argument("--allow-plaintext", action="store_true", help="no TLS, although other machines can reach --host")
+    door.add_argument(
+        "--allow-unauthenticated", action="store_true", help="let anyone call, although other machines can reach --host"
+    )
+
+
+def _add_connection(parser: argparse.ArgumentParser) -> None:
+    connection = parser.add_argument_group("connection")
+    connection.add_argument(
+        "--api-key-file", type=_file, metavar="FILE", help=f"file with the API key (default: ${API_KEY_VARIABLE})"
+    )
+    connection.add_argument("--tls", action="store_true", help="by TLS, which the next four imply")
+    connection.add_argument("--ca", type=_file, metavar="FILE", help="authorities of the gateway's certificate")
+    connection.add_argument("--certificate", type=_file, metavar="FILE", help="certificate to show to the gateway")
+    connection.add_argument("--certificate-key", type=_file, metavar="FILE", help="its private key")
+    connection.add_argument(
+        "--server-name", default="", metavar="NAME", help="what the gateway's certificate is for, if not the host"
+    )
+
+
 def _add_generate(commands: Any) -> None:
     generate = commands.add_parser(
         "generate", help="stream one completion", description=_generate.__doc__, allow_abbrev=False
     )
     generate.add_argument("prompt", nargs="?", metavar="PROMPT", help="text to continue; - or none reads stdin")
     generate.add_argument("--address", default=f"localhost:{DEFAULT_PORT}", help="gateway (default %(default)s)")
+    _add_connection(generate)
     sampling = generate.add_argument_group("sampling")
     sampling.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default 1)")
     sampling.add_argument("--top-k", type=int, metavar="K", help="keep the K most likely tokens")
@@ -158,11 +200,15 @@ def _add_demo(commands: Any) -> None:
 
 def _up(parsed: argparse.Namespace) -> int:
     """Start gateway, verifier and drafter on this machine, each in its own process, and serve until Ctrl-C."""
+    from outrider.front_door import FrontDoor
     from outrider.local import Options
     from outrider.up import run_up
 
+    front_door = FrontDoor(**{field.name: getattr(parsed, field.name) for field in fields(FrontDoor)})
+    _check_front_door(parsed.host, front_door)
     options = Options(
         **_models(parsed),
+        front_door=front_door,
         host=parsed.host,
         port=parsed.port,
         http_port=parsed.http_port,
@@ -172,6 +218,23 @@ def _up(parsed: argparse.Namespace) -> int:
         log_directory=parsed.log_dir,
     )
     return run_up(options, Console(stderr=True))
+
+
+def _check_front_door(host: str, front_door: FrontDoor) -> None:
+    # The gateway would refuse as well, but only once the models are loaded.
+    from engine.security import ServerSecurity
+    from engine.settings import BadSettingsError
+    from gateway.auth import Authenticator
+    from gateway.settings import GatewaySettings
+
+    flags = ["--listen", f"{host}:0", "--verifiers", "127.0.0.1:1", *front_door.flags()]
+    try:
+        settings = GatewaySettings.load(flags, program="outrider up")
+        ServerSecurity(settings)
+        if settings.api_keys is not None:
+            Authenticator(settings.api_keys)
+    except BadSettingsError as error:
+        raise UsageError(str(error)) from error
 
 
 def _demo(parsed: argparse.Namespace) -> int:
@@ -249,7 +312,7 @@ def _generate(parsed: argparse.Namespace) -> int:
     }
     builder = CompletionBuilder()
     console = Console(file=sys.stdout)
-    with Client(parsed.address) as client:
+    with _client(parsed) as client:
         for event in client.stream(prompt, timeout=parsed.timeout, **options):
             builder.add(event)
             if parsed.json or not isinstance(event, Chunk):
@@ -269,6 +332,17 @@ def _generate(parsed: argparse.Namespace) -> int:
         notes.print(origins.legend(completion.tokens))
         notes.print(summary(completion))
     return 0
+
+
+def _client(parsed: argparse.Namespace) -> Client:
+    files = {"ca": parsed.ca, "certificate": parsed.certificate, "key": parsed.certificate_key}
+    has_tls = parsed.tls or parsed.server_name or any(files.values())
+    tls = Tls(**files, server_name=parsed.server_name) if has_tls else None
+    try:
+        api_key = None if parsed.api_key_file is None else parsed.api_key_file.read_text(encoding="utf-8").strip()
+        return Client(parsed.address, api_key=api_key, tls=tls)
+    except (OSError, ValueError) as error:
+        raise UsageError(str(error)) from error
 
 
 def completion_as_json(completion: Completion) -> dict[str, Any]:
@@ -339,6 +413,13 @@ def _port(text: str) -> int:
     if not text.isdigit() or not 0 < int(text) < 1 << 16:
         raise argparse.ArgumentTypeError(f"{text!r} is not a port, 1 to 65535")
     return int(text)
+
+
+def _file(text: str) -> Path:
+    path = Path(text)
+    if not path.is_file():
+        raise argparse.ArgumentTypeError(f"no file at {text}")
+    return path.resolve()
 
 
 def _seconds(text: str) -> float:

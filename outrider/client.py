@@ -39,11 +39,13 @@ from outrider.completion import (
     event_from_proto,
     model_from_proto,
 )
+from outrider.connection import Tls, authorization, channel_options
 from outrider.errors import (
     ClientError,
     DeadlineExceededError,
     InvalidRequestError,
     OverloadedError,
+    UnauthenticatedError,
     UnavailableError,
     from_rpc_error,
 )
@@ -72,31 +74,40 @@ __all__ = [
     "SpeculationStatistics",
     "Started",
     "Timings",
+    "Tls",
     "Token",
     "TokenLogprob",
     "TokenOrigin",
+    "UnauthenticatedError",
     "UnavailableError",
     "Usage",
     "Verification",
 ]
 
-# The keepalive finds out about a gateway that vanished without a word; servers of ours allow a ping every 15 s.
-_CHANNEL_OPTIONS = [
-    ("grpc.keepalive_time_ms", 30_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.ping_timeout_ms", 10_000),
-    ("grpc.initial_reconnect_backoff_ms", 200),
-    ("grpc.max_reconnect_backoff_ms", 2_000),
-    ("grpc.max_receive_message_length", 64 << 20),
-]
 _PROPAGATOR = TraceContextTextMapPropagator()
 
 
 class AsyncClient:
     """A client for asyncio. It belongs to the event loop that it was made on; use it as `async with`."""
 
-    def __init__(self, address: str = "localhost:50051", *, retry: RetryPolicy | None = None) -> None:
-        self._channel = grpc.aio.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    def __init__(
+        self,
+        address: str = "localhost:50051",
+        *,
+        api_key: str | None = None,
+        tls: Tls | None = None,
+        retry: RetryPolicy | None = None,
+    ) -> None:
+        """`api_key`: None takes OUTRIDER_API_KEY, an empty one none. `tls`: None is a connection without.
+
+        Raises ValueError for a key that cannot be one, OSError for files that cannot be read.
+        """
+        self._authorization = authorization(api_key)
+        options = channel_options(tls)
+        if tls is None:
+            self._channel = grpc.aio.insecure_channel(address, options=options)
+        else:
+            self._channel = grpc.aio.secure_channel(address, tls.credentials(), options=options)
         self._stub = generation_pb2_grpc.GenerationServiceStub(self._channel)
         self._retry = retry or RetryPolicy()
 
@@ -126,7 +137,7 @@ class AsyncClient:
         request = build_request(prompt, token_ids, **options)
         attempts = Attempts(self._retry, timeout)
         while True:
-            call = self._stub.Generate(request, timeout=attempts.remaining_seconds, metadata=_trace_metadata())
+            call = self._stub.Generate(request, timeout=attempts.remaining_seconds, metadata=self._metadata())
             has_answer = False
             try:
                 async for response in call:
@@ -149,13 +160,18 @@ class AsyncClient:
         while True:
             try:
                 request = generation_pb2.GetModelRequest()
-                return model_from_proto(await self._stub.GetModel(request, timeout=attempts.remaining_seconds))
+                return model_from_proto(
+                    await self._stub.GetModel(request, timeout=attempts.remaining_seconds, metadata=self._metadata())
+                )
             except grpc.aio.AioRpcError as error:
                 failure = from_rpc_error(error)
                 delay = attempts.delay_after(failure)
                 if delay is None:
                     raise failure from error
             await asyncio.sleep(delay)
+
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        return _trace_metadata() + self._authorization
 
     async def close(self) -> None:
         """Close the connection; calls that still run are cancelled."""
@@ -173,8 +189,24 @@ class AsyncClient:
 class Client:
     """A client for code without an event loop, usable from several threads; use it as `with`."""
 
-    def __init__(self, address: str = "localhost:50051", *, retry: RetryPolicy | None = None) -> None:
-        self._channel = grpc.insecure_channel(address, options=_CHANNEL_OPTIONS)
+    def __init__(
+        self,
+        address: str = "localhost:50051",
+        *,
+        api_key: str | None = None,
+        tls: Tls | None = None,
+        retry: RetryPolicy | None = None,
+    ) -> None:
+        """`api_key`: None takes OUTRIDER_API_KEY, an empty one none. `tls`: None is a connection without.
+
+        Raises ValueError for a key that cannot be one, OSError for files that cannot be read.
+        """
+        self._authorization = authorization(api_key)
+        options = channel_options(tls)
+        if tls is None:
+            self._channel = grpc.insecure_channel(address, options=options)
+        else:
+            self._channel = grpc.secure_channel(address, tls.credentials(), options=options)
         self._stub = generation_pb2_grpc.GenerationServiceStub(self._channel)
         self._retry = retry or RetryPolicy()
 
@@ -204,7 +236,7 @@ class Client:
         request = build_request(prompt, token_ids, **options)
         attempts = Attempts(self._retry, timeout)
         while True:
-            call = self._stub.Generate(request, timeout=attempts.remaining_seconds, metadata=_trace_metadata())
+            call = self._stub.Generate(request, timeout=attempts.remaining_seconds, metadata=self._metadata())
             has_answer = False
             try:
                 for response in call:
@@ -227,13 +259,18 @@ class Client:
         while True:
             try:
                 request = generation_pb2.GetModelRequest()
-                return model_from_proto(self._stub.GetModel(request, timeout=attempts.remaining_seconds))
+                return model_from_proto(
+                    self._stub.GetModel(request, timeout=attempts.remaining_seconds, metadata=self._metadata())
+                )
             except grpc.RpcError as error:
                 failure = from_rpc_error(error)
                 delay = attempts.delay_after(failure)
                 if delay is None:
                     raise failure from error
             time.sleep(delay)
+
+    def _metadata(self) -> tuple[tuple[str, str], ...]:
+        return _trace_metadata() + self._authorization
 
     def close(self) -> None:
         """Close the connection; calls that still run are cancelled."""

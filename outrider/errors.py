@@ -31,6 +31,13 @@ class InvalidRequestError(ClientError):
         self.field = match.group(1) if match else ""
 
 
+class UnauthenticatedError(ClientError):
+    """The gateway asks for an API key, and the call had none or one that it does not know."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, grpc.StatusCode.UNAUTHENTICATED)
+
+
 class OverloadedError(ClientError):
     """The service is full; try again after `retry_delay_seconds`, 0 when it named no time."""
 
@@ -61,6 +68,8 @@ def from_rpc_error(error: Any) -> ClientError:
     match code:
         case grpc.StatusCode.INVALID_ARGUMENT:
             return InvalidRequestError(message)
+        case grpc.StatusCode.UNAUTHENTICATED:
+            return UnauthenticatedError(message)
         case grpc.StatusCode.RESOURCE_EXHAUSTED:
             return OverloadedError(message, _retry_delay_seconds(error))
         case grpc.StatusCode.UNAVAILABLE:

@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from pathlib import Path
 from types import TracebackType
@@ -25,6 +25,7 @@ from typing import Literal, Self
 
 from outrider import dashboard
 from outrider.client import AsyncClient, ClientError
+from outrider.front_door import FrontDoor
 from outrider.process import ServiceDiedError, ServiceProcess
 
 DrafterKind = Literal["model", "ngram", "scripted", "none"]
@@ -77,6 +78,8 @@ class Options:
     """The gateway's; 0 takes a free one."""
     http_port: int | None = None
     """The gateway's for HTTP, where it serves the dashboard as well; 0 takes a free one, None is no HTTP."""
+    front_door: FrontDoor = field(default_factory=FrontDoor)
+    """Of the gateway, gRPC and HTTP alike; verifier and drafter can be reached from this machine alone."""
     device: str = "auto"
     dtype: str = "auto"
     max_draft_tokens: int | None = None
@@ -116,6 +119,7 @@ class LocalCluster:
         self._leash: tuple[int, int] | None = None
         self._http_address = ""
         self._environment: dict[str, str] = {}
+        self._health_ports: list[int] = []
         self._gateway: ServiceProcess | None = None
         self._verifier: ServiceProcess | None = None
         self._drafter: ServiceProcess | None = None
@@ -230,8 +234,8 @@ class LocalCluster:
         options = self.options
         common = ["--log-level", options.log_level, "--log-format", options.log_format]
         common += ["--drain-seconds", str(options.drain_seconds)]
-        gateway_port, http_port, verifier_port, drafter_port, otlp_port = _free_ports(
-            (options.host, options.port), (options.host, options.http_port or 0), *[("127.0.0.1", 0)] * 3
+        gateway_port, http_port, verifier_port, drafter_port, otlp_port, *self._health_ports = _free_ports(
+            (options.host, options.port), (options.host, options.http_port or 0), *[("127.0.0.1", 0)] * 6
         )
         verifier_address, drafter_address = f"127.0.0.1:{verifier_port}", f"127.0.0.1:{drafter_port}"
         loaded = ["--dtype", options.dtype]
@@ -241,7 +245,7 @@ class LocalCluster:
             verifier_flags += ["--draft-timeout-seconds", "10"]
         if options.max_draft_tokens is not None:
             verifier_flags += ["--max-draft-tokens", str(options.max_draft_tokens)]
-        gateway_flags = [*common, "--verifiers", verifier_address]
+        gateway_flags = [*common, "--verifiers", verifier_address, *options.front_door.flags()]
         if (options.target / "tokenizer.json").exists():
             gateway_flags += ["--tokenizer", str(options.target)]
         if options.model_name is not None:
@@ -271,7 +275,8 @@ class LocalCluster:
 
     def _process(self, name: str, address: str, flags: list[str]) -> ServiceProcess:
         log_path = self.log_directory / f"{name}.log"
-        return ServiceProcess(name, _MODULES[name], address, flags, log_path, self._environment)
+        health_address = f"127.0.0.1:{self._health_ports.pop()}"
+        return ServiceProcess(name, _MODULES[name], address, health_address, flags, log_path, self._environment)
 
     async def _bring_up(self, *processes: ServiceProcess) -> None:
         tasks = [asyncio.create_task(self._start_one(process)) for process in processes]
@@ -322,6 +327,9 @@ class LocalCluster:
             self._report(process, ServiceState.STOPPED)
 
     async def _wait_for_link(self) -> None:
+        if self.options.front_door != FrontDoor():
+            # Nobody told us how to get in. The gateway itself has waited for a drafter, if not for long.
+            return
         # The gateway serves before the verifier has shaken hands with the drafter; the first request should not
         # have to do without.
         deadline = time.monotonic() + _LINK_SECONDS
@@ -331,7 +339,8 @@ class LocalCluster:
                 try:
                     drafters = (await client.model(timeout=2.0)).drafters
                 except ClientError:
-                    drafters = ()
+                    # It asks for a key or a certificate, perhaps by a variable of its own.
+                    return
                 if any(drafter.is_ready for drafter in drafters):
                     return
                 detail = next((drafter.detail for drafter in drafters), "")

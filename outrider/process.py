@@ -14,6 +14,8 @@ from pathlib import Path
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from outrider.connection import API_KEY_VARIABLE
+
 _POLL_SECONDS = 0.1
 _ROOT = Path(__file__).resolve().parent.parent
 
@@ -30,6 +32,7 @@ class ServiceProcess:
         name: str,
         module: str,
         address: str,
+        health_address: str,
         flags: Sequence[str],
         log_path: Path,
         environment: Mapping[str, str] | None = None,
@@ -38,7 +41,9 @@ class ServiceProcess:
         self.address = address
         self.log_path = log_path
         self._module = module
-        self._arguments = ["--listen", address, *flags]
+        # Health has a port of its own, which asks nobody for a certificate.
+        self._health_address = health_address
+        self._arguments = ["--listen", address, "--health-listen", health_address, *flags]
         self._more_environment = dict(environment or {})
         self._process: asyncio.subprocess.Process | None = None
         self._log_start = 0
@@ -76,7 +81,7 @@ class ServiceProcess:
         """
         deadline = time.monotonic() + within_seconds
         async with grpc.aio.insecure_channel(
-            self.address, options=[("grpc.max_reconnect_backoff_ms", 500), ("grpc.enable_http_proxy", 0)]
+            self._health_address, options=[("grpc.max_reconnect_backoff_ms", 500), ("grpc.enable_http_proxy", 0)]
         ) as channel:
             health = health_pb2_grpc.HealthStub(channel)
             while True:
@@ -145,6 +150,8 @@ class ServiceProcess:
 
 def _environment() -> dict[str, str]:
     environment = dict(os.environ)
+    # For clients alone.
+    environment.pop(API_KEY_VARIABLE, None)
     # Idle OpenMP threads spin by default. With several services on few cores they spin on what the others need: on two
     # busy cores, decoding was four to ten times faster without.
     environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")

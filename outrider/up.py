@@ -47,7 +47,8 @@ async def _up(options: Options, console: Console) -> int:
             return 1
         console.print(f"serving on [bold]{cluster.address}[/bold], logs in {cluster.log_directory}", highlight=False)
         if options.http_port is not None:
-            console.print(f"HTTP on http://{cluster.http_address}, dashboard at /dashboard/", highlight=False)
+            scheme = "https" if options.front_door.tls_certificate is not None else "http"
+            console.print(f"HTTP on {scheme}://{cluster.http_address}, dashboard at /dashboard/", highlight=False)
         console.print("Ctrl-C ends it; a second Ctrl-C does not wait for what runs", style="dim")
         ended = asyncio.create_task(cluster.wait())
         await asyncio.wait({ended, stopping}, return_when=asyncio.FIRST_COMPLETED)

@@ -398,9 +398,10 @@ class VerifierEngine:
             # Fallbacks that this step brought about are reported with it.
             fallbacks=sequence.fallbacks,
         )
-        if self._metrics is not None:
-            self._metrics.fell_back(sequence.fallbacks)
-        sequence.fallbacks.clear()
+        if sequence.fallbacks:
+            if self._metrics is not None:
+                self._metrics.fell_back(sequence.fallbacks)
+            sequence.fallbacks.clear()
         if committed.finish_reason:
             update.ended.finish_reason = committed.finish_reason
         is_first = not sequence.prefilled_ns

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
 from opentelemetry.proto.metrics.v1 import metrics_pb2
 
+import engine.metrics
 from engine.instruments import Counter, Gauge, Histogram, Instruments
 from engine.metrics import ServiceMetrics
 from tests.scrape import Scrape
@@ -252,6 +254,16 @@ def test_numbers_arrive_over_otlp(receiver: tuple[Receiver, str], monkeypatch: p
     assert (list(point.bucket_counts), list(point.explicit_bounds)) == ([0, 1, 0, 1], [1.0, 2.0, 4.0])
     assert (point.count, point.sum, point.min, point.max) == (2, 10.5, 1.5, 9.0)
     assert point.attributes[0].key == "machine"
+
+
+def test_a_collector_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a service that outlives its drain because nobody wants its last numbers."""
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(engine.metrics, "FLUSH_SECONDS", 0.5)
+    metrics = Workshop.from_environment(is_scraped=False)
+    began = time.monotonic()
+    metrics.stop()
+    assert time.monotonic() - began < 4.0
 
 
 def test_each_kind_says_what_it_is() -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from engine.settings import ServiceSettings
-from outrider.client import AsyncClient, UnavailableError
+from outrider.client import AsyncClient, ClientError, UnavailableError
 from outrider.completion import Chunk, Completion, CompletionBuilder, FallbackReason, ModelInfo
 from tests.network.conftest import Pair
 from tests.network.namespaces import ROUTER, Network, why_not
@@ -182,7 +182,7 @@ async def client_of(cluster: Cluster) -> AsyncIterator[AsyncClient]:
 async def members_become(client: AsyncClient, *, is_drafter_ready: bool) -> ModelInfo:
     """Return once the gateway sees all of its verifiers ready, and all of its drafters so."""
     while True:
-        with contextlib.suppress(UnavailableError):
+        with contextlib.suppress(ClientError):
             model = await client.model(timeout=2.0)
             are_ready = all(member.is_ready for member in model.verifiers)
             are_so = all(member.is_ready == is_drafter_ready for member in model.drafters)

@@ -17,6 +17,7 @@ from tests.outrider.fake_gateway import FakeGateway
 async def main() -> None:
     parser = argparse.ArgumentParser(allow_abbrev=False)
     parser.add_argument("--listen")
+    parser.add_argument("--health-listen")
     parser.add_argument("--behave", default="well", choices=["well", "die", "hang", "stubborn"])
     parsed, _ = parser.parse_known_args()
     print("fake service", *sys.argv[1:], flush=True)
@@ -27,6 +28,7 @@ async def main() -> None:
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(FakeGateway(), server)
     server.add_insecure_port(parsed.listen)
+    server.add_insecure_port(parsed.health_listen)
     await server.start()
     status = health_pb2.HealthCheckResponse
     await servicer.set("", status.NOT_SERVING if parsed.behave == "hang" else status.SERVING)

@@ -26,6 +26,7 @@ from engine.telemetry import Telemetry
 from engine.wire import pack_tokens, unpack_tokens
 from outrider.v1 import common_pb2, drafter_pb2, drafter_pb2_grpc, generation_pb2, verifier_pb2, verifier_pb2_grpc
 from tests.service_device import SERVICE_DEVICE
+from verifier_service.metrics import VerifierMetrics
 from verifier_service.service import VerifierService
 from verifier_service.settings import VerifierSettings
 from verifier_service.target import make_target
@@ -60,16 +61,20 @@ async def running_drafter(
 
 @asynccontextmanager
 async def running_verifier(
-    settings: VerifierSettings, telemetry: Telemetry | None = None, *, busy_poll_seconds: float = 0.0
+    settings: VerifierSettings,
+    telemetry: Telemetry | None = None,
+    metrics: VerifierMetrics | None = None,
+    *,
+    busy_poll_seconds: float = 0.0,
 ) -> AsyncIterator[tuple[Server, VerifierService]]:
     """A verifier on a free port."""
     service = VerifierService(
-        settings, make_target(settings), telemetry or Telemetry(), busy_poll_seconds=busy_poll_seconds
+        settings, make_target(settings), telemetry or Telemetry(), metrics, busy_poll_seconds=busy_poll_seconds
     )
     registration = Registration(
         "outrider.v1.VerifierService", lambda s: verifier_pb2_grpc.add_VerifierServiceServicer_to_server(service, s)
     )
-    server = Server(settings, service, [registration])
+    server = Server(settings, service, [registration], metrics=metrics)
     await server.start()
     try:
         yield server, service
