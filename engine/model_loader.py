@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from importlib import metadata
@@ -78,6 +79,9 @@ def load_model(
     from engine.attention import ATTENTION_NAME, register_attention
 
     register_attention()
+    if not sys.stderr.isatty():
+        # A progress bar is for a person; in a log it would stand between the lines.
+        transformers.utils.logging.disable_progress_bar()
     auto_model: Any = transformers.AutoModelForCausalLM  # its annotation does not know output_loading_info
     try:
         config = transformers.AutoConfig.from_pretrained(model_path, local_files_only=True)
