@@ -14,6 +14,7 @@ from engine.telemetry import Telemetry
 from engine.wire import pack_tokens, unpack_tokens
 from gateway.discovery import Resolver
 from gateway.gateway import Gateway, make_server
+from gateway.metrics import GatewayMetrics
 from gateway.settings import GatewaySettings
 from gateway.tokenizer import Tokenizer
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc, verifier_pb2, verifier_pb2_grpc
@@ -194,6 +195,7 @@ async def running_gateway(
     *verifiers: FakeVerifier | str,
     tokenizer: Tokenizer | None = None,
     telemetry: Telemetry | None = None,
+    metrics: GatewayMetrics | None = None,
     resolver: Resolver | None = None,
     **settings: Any,
 ) -> AsyncIterator[RunningGateway]:
@@ -203,6 +205,7 @@ async def running_gateway(
         GatewaySettings(verifiers=addresses, listen="127.0.0.1:0", **{"drain_seconds": 5, **settings}),
         tokenizer,
         telemetry or Telemetry(),
+        metrics,
         resolver=resolver,
     )
     is_stopped = False
