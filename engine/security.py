@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import ssl
 from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 import grpc
@@ -22,6 +23,7 @@ logger = logging.getLogger(__name__)
 Options = Sequence[tuple[str, int | str]]
 Dial = Callable[[str, Options], grpc.aio.Channel]
 
+# How often files are looked at, if connections are made as often.
 POLL_SECONDS = 1.0
 
 
@@ -30,20 +32,14 @@ def dial_plaintext(address: str, options: Options) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(address, options=options)
 
 
-def make_dial(settings: ServiceSettings, *, poll_seconds: float = POLL_SECONDS) -> Dial:
+def make_dial(settings: ServiceSettings) -> Dial:
     """What opens channels to other services: by TLS where the settings name an authority to check them by.
 
     Raises BadSettingsError for files that are not usable.
     """
     if settings.tls_ca is None:
         return dial_plaintext
-    files = _files(
-        "tls_ca",
-        certificate=settings.tls_certificate,
-        key=settings.tls_key,
-        ca=settings.tls_ca,
-        poll_seconds=poll_seconds,
-    )
+    files = _files("tls_ca", settings, ca=settings.tls_ca)
 
     def dial(address: str, options: Options) -> grpc.aio.Channel:
         pem = files.current()
@@ -56,18 +52,12 @@ def make_dial(settings: ServiceSettings, *, poll_seconds: float = POLL_SECONDS) 
 class ServerSecurity:
     """TLS of a service's own ports, and who may call it. Raises BadSettingsError for files that are not usable."""
 
-    def __init__(self, settings: ServiceSettings, *, poll_seconds: float = POLL_SECONDS) -> None:
+    def __init__(self, settings: ServiceSettings) -> None:
         self._checks_clients = settings.tls_client_ca is not None
         self._allowed_clients = frozenset(settings.tls_allowed_clients)
         self._files: TlsFiles | None = None
         if settings.tls_certificate is not None:
-            self._files = _files(
-                "tls_certificate",
-                certificate=settings.tls_certificate,
-                key=settings.tls_key,
-                ca=settings.tls_client_ca,
-                poll_seconds=poll_seconds,
-            )
+            self._files = _files("tls_certificate", settings, ca=settings.tls_client_ca)
 
     @property
     def is_encrypted(self) -> bool:
@@ -157,8 +147,8 @@ def _configuration(
     return grpc.ssl_server_certificate_configuration([(key, certificate)], root_certificates=client_ca)
 
 
-def _files(setting: str, **files: Any) -> TlsFiles:
+def _files(setting: str, settings: ServiceSettings, *, ca: Path | None) -> TlsFiles:
     try:
-        return TlsFiles(**files)
+        return TlsFiles(certificate=settings.tls_certificate, key=settings.tls_key, ca=ca, poll_seconds=POLL_SECONDS)
     except BadTlsFilesError as error:
         raise BadSettingsError(f"{setting}: {error}") from error
