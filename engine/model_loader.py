@@ -81,7 +81,7 @@ def load_model(
     register_attention()
     if not sys.stderr.isatty():
         # A progress bar is for a person; in a log it would stand between the lines.
-        transformers.utils.logging.disable_progress_bar()
+        transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     auto_model: Any = transformers.AutoModelForCausalLM  # its annotation does not know output_loading_info
     try:
         config = transformers.AutoConfig.from_pretrained(model_path, local_files_only=True)
