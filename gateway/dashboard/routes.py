@@ -15,7 +15,6 @@ from starlette.responses import JSONResponse, RedirectResponse, Response, Stream
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from engine.loopback import is_loopback
 from engine.telemetry import Telemetry
 from gateway.auth import ANONYMOUS, Caller
 from gateway.dashboard.dashboard import Dashboard
@@ -24,6 +23,7 @@ from gateway.dashboard.timeline import summary, timeline
 from gateway.generator import Event, Generator
 from gateway.http.choices import ChoiceRunner
 from gateway.http.errors import ApiError, from_exception
+from gateway.http.host import check_host
 from gateway.http.request_body import parse_body, read_body
 from gateway.trace_sampler import WATCHED
 from outrider.v1 import common_pb2, generation_pb2
@@ -63,12 +63,11 @@ class GenerateForm(BaseModel):
 
 def dashboard_routes(front: Front, dashboard: Dashboard) -> list[BaseRoute]:
     """For the HTTP front to mount."""
-    assert front.settings.http_listen is not None
     return DashboardRoutes(
         dashboard,
         front.generator,
         front.telemetry,
-        host=front.settings.http_listen.rpartition(":")[0],
+        host=front.host,
         trace_prompts=front.settings.trace_prompts,
         authenticate=front.authenticate,
     ).routes()
@@ -110,7 +109,7 @@ class DashboardRoutes:
     def _guarded(self, handler: Callable[[Request, Caller], Any]) -> Callable[[Request], Any]:
         async def guarded(request: Request) -> Response:
             try:
-                self._check_host(request)
+                check_host(request, self._host)
                 caller = self._authenticate(request.headers.get("authorization"))
                 response = await handler(request, caller)
                 assert isinstance(response, Response)
@@ -119,13 +118,6 @@ class DashboardRoutes:
                 return from_exception(error, {}).response()
 
         return guarded
-
-    def _check_host(self, request: Request) -> None:
-        # Where nobody has to show a token, a web page elsewhere must not get here by letting its own name resolve to
-        # this machine: the browser then still sends that name.
-        host = request.headers.get("host", "").rpartition(":")[0] or request.headers.get("host", "")
-        if is_loopback(self._host) and not is_loopback(host):
-            raise ApiError(403, f"host: {host!r} is not this machine", code="forbidden_host")
 
     async def _state(self, request: Request, caller: Caller) -> Response:
         return JSONResponse(self._dashboard.state(), headers=STREAM_HEADERS)

@@ -42,6 +42,12 @@ class Front:
     # Who sends an `Authorization` header. Raises UnauthenticatedError.
     authenticate: Authenticate = admit_anyone
 
+    @property
+    def host(self) -> str:
+        """What the front listens on, without the port."""
+        assert self.settings.http_listen is not None
+        return self.settings.http_listen.rpartition(":")[0]
+
 
 def make_app(front: Front) -> Starlette:
     """The ASGI application. Raises BadSettingsError for a chat template that is not usable."""

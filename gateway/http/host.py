@@ -6,17 +6,15 @@ from starlette.requests import Request
 
 from engine.loopback import is_loopback
 from gateway.http.errors import ApiError
-from gateway.settings import GatewaySettings
 
 
-def check_host(request: Request, settings: GatewaySettings) -> None:
+def check_host(request: Request, listen_host: str) -> None:
     """Raise ApiError when a gateway that listens on loopback is asked for under another name than this machine's own.
 
     A page may let its own name resolve to this machine; its browser then takes the gateway for a part of the page, and
     still sends that name.
     """
-    assert settings.http_listen is not None
     header = request.headers.get("host", "")
     host = header.rpartition(":")[0] or header
-    if is_loopback(settings.http_listen.rpartition(":")[0]) and not is_loopback(host):
+    if is_loopback(listen_host) and not is_loopback(host):
         raise ApiError(403, f"host: {host!r} is not this machine", code="forbidden_host")

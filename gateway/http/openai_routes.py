@@ -197,7 +197,7 @@ class _Endpoint:
         headers = {"x-request-id": request_id}
         try:
             request_id = headers["x-request-id"] = _request_id(request) or request_id
-            check_host(request, self._front.settings)
+            check_host(request, self._front.host)
             caller = self._front.authenticate(request.headers.get("authorization"))
             answer = await self._handle(request, request_id, caller)
             await answer(scope, receive, _with_headers(send, headers))
