@@ -5,13 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 import grpc
 
 from engine.errors import code_number
 from engine.logs import about
-from engine.wire import pack_tokens
 from outrider.v1 import common_pb2, drafter_pb2, generation_pb2, verifier_pb2
 from verifier_service.drafting import DraftingLinks
 from verifier_service.events import (
@@ -22,7 +20,6 @@ from verifier_service.events import (
     OpeningRefused,
     ProposalsArrived,
     SequenceOpened,
-    SequenceRecords,
     SequencesClosed,
     SessionClosed,
     StepOutput,
@@ -30,6 +27,7 @@ from verifier_service.events import (
 from verifier_service.gathering import Gathering
 from verifier_service.pipeline import Finished, Pipeline
 from verifier_service.proposal_buffer import DraftTokens, ProposalError
+from verifier_service.reporting import Committed, Ran, Reporter
 from verifier_service.scheduler import Scheduled, Scheduler
 from verifier_service.sequence import LinkKey, TargetSequence
 from verifier_service.sequence_trace import Step
@@ -41,34 +39,6 @@ logger = logging.getLogger(__name__)
 
 # A device that fails this often in a row is taken for dead: the process ends, to be started anew.
 MAX_FAILURES_IN_A_ROW = 3
-
-
-@dataclass(frozen=True)
-class _Committed:
-    """What a step did to one sequence, still to be reported."""
-
-    step: Step
-    part: Scheduled
-    verified: Verified
-    position: int  # of the first new token
-    token_ids: Sequence[int]
-    finish_reason: generation_pb2.FinishReason  # UNSPECIFIED: the sequence goes on
-    draft_wait: float  # seconds
-    proposal_bytes: int
-
-    @property
-    def num_accepted(self) -> int:
-        """Accepted draft tokens, those behind the sequence's end left out."""
-        return min(self.verified.num_accepted, len(self.token_ids))
-
-
-@dataclass(frozen=True)
-class _Ran:
-    """What a step did, still to be reported."""
-
-    step: Step
-    all_committed: Sequence[_Committed]
-    told_ns: int  # when the drafters' verdicts were sent, nanoseconds since the epoch
 
 
 class VerifierEngine:
@@ -99,7 +69,7 @@ class VerifierEngine:
         self._num_failures = 0
         self._is_stepping = False
         self._pipeline = Pipeline(target)
-        self._unreported: list[_Ran] = []
+        self._reporter = Reporter(metrics)
         # Whether the thread may look for news while a step is in flight; else it sleeps until the step has come back.
         self._is_polling = is_polling
         self._has_news = False
@@ -122,7 +92,7 @@ class VerifierEngine:
         self._has_news = True
         if not isinstance(event, ProposalsArrived):
             # What was committed before is told before what follows from the event.
-            self._report()
+            self._reporter.report(self._output)
         match event:
             case SequenceOpened(sequence):
                 self._open(sequence)
@@ -131,7 +101,7 @@ class VerifierEngine:
             case SequencesClosed(session_id, sequence_ids):
                 for sequence_id in sequence_ids:
                     if found := self._sequences.get((session_id, sequence_id)):
-                        self._end_trace(found, is_closed=True)
+                        self._reporter.end_trace(found, self._output, is_closed=True)
                         self._close(found)
             case SessionClosed(session_id):
                 for sequence in [s for s in self._sequences.values() if s.session_id == session_id]:
@@ -171,11 +141,11 @@ class VerifierEngine:
             if not self._pipeline:
                 break  # it ran to its end
         # While the device works on the new step, the gateways are told of the one before.
-        self._report()
+        self._reporter.report(self._output)
         self._flush(emit)
         if self._pipeline and (self._pipeline.is_oldest_done or not self._is_worth_polling):
             self._finish(self._pipeline.collect(), emit)
-        return 0.0 if self._pipeline or self._unreported or has_begun else self._time_until_something()
+        return 0.0 if self._pipeline or self._reporter or has_begun else self._time_until_something()
 
     @property
     def _is_full(self) -> bool:
@@ -222,7 +192,7 @@ class VerifierEngine:
     def is_busy(self) -> bool:
         """Whether any sequence runs, waits or has something left to be told; safe to ask from any thread."""
         # In this order: a sequence is taken out before its end is reported, which the same step does.
-        return bool(self._sequences) or bool(self._unreported) or bool(self._output) or self._is_stepping
+        return bool(self._sequences) or bool(self._reporter) or bool(self._output) or self._is_stepping
 
     def load_report(self) -> verifier_pb2.VerifierLoad:
         """How busy the engine is; safe to call from any thread."""
@@ -256,7 +226,7 @@ class VerifierEngine:
         sequence.scheduled_ns = time.time_ns()
         if sequence.trace is not None:
             sequence.trace.queued(sequence.arrived_ns, sequence.scheduled_ns, len(self._scheduler.running))
-            self._take_records(sequence)
+            self._reporter.take_records(sequence, self._output)
         if sequence.drafter is None:
             return
         if not self._links.is_up(sequence.drafter):
@@ -332,7 +302,7 @@ class VerifierEngine:
             if self._num_failures >= MAX_FAILURES_IN_A_ROW:
                 raise finished.error
             logger.error("a step of %d sequences failed", len(step.batch), exc_info=finished.error)
-            self._report()
+            self._reporter.report(self._output)
             for part in step.batch:
                 message = f"the target model failed: {type(finished.error).__name__}"
                 self._fail(part.sequence, grpc.StatusCode.INTERNAL, message)
@@ -350,9 +320,9 @@ class VerifierEngine:
                 sequence.trace.computed_chunk(step, part)
         # Verdicts leave first: while the drafters work on them, the gateways' frames are made.
         self._flush(emit)
-        self._unreported.append(_Ran(step, all_committed, time.time_ns()))
+        self._reporter.add(Ran(step, all_committed, told_ns=time.time_ns()))
 
-    def _commit(self, step: Step, part: Scheduled, verified: Verified) -> _Committed:
+    def _commit(self, step: Step, part: Scheduled, verified: Verified) -> Committed:
         sequence = part.sequence
         position = sequence.length
         token_ids, finish_reason = _cut(sequence, verified.token_ids)
@@ -367,52 +337,12 @@ class VerifierEngine:
             if sequence.drafter is not None:
                 self._tell_drafter(sequence, token_ids)
             self._target.blocks.shrink(sequence.block_ids, sequence.length)
-        committed = _Committed(
+        committed = Committed(
             step, part, verified, position, token_ids, finish_reason, sequence.draft_wait, sequence.proposal_bytes
         )
         # The next proposal may come before this step is reported.
         sequence.draft_wait, sequence.proposal_bytes = 0.0, 0
         return committed
-
-    def _report(self) -> None:
-        """Tell the gateways what has been committed."""
-        unreported, self._unreported = self._unreported, []
-        for ran in unreported:
-            began_ns = time.time_ns()
-            for committed in ran.all_committed:
-                self._report_one(committed)
-            if self._metrics is not None:
-                report_seconds = (time.time_ns() - began_ns) * 1e-9
-                self._metrics.stepped(ran.step, ran.all_committed, told_ns=ran.told_ns, report_seconds=report_seconds)
-
-    def _report_one(self, committed: _Committed) -> None:
-        part, verified, token_ids = committed.part, committed.verified, committed.token_ids
-        sequence = part.sequence
-        update = self._output.session(sequence.session_id).updates.add(
-            sequence_id=sequence.sequence_id,
-            token_ids=pack_tokens(token_ids),
-            origins=bytes(verified.origins[: len(token_ids)]),
-            logprobs=verified.logprobs[: len(token_ids)],
-            num_draft_tokens=part.num_drafts,
-            num_accepted_tokens=committed.num_accepted,
-            # Fallbacks that this step brought about are reported with it.
-            fallbacks=sequence.fallbacks,
-        )
-        if sequence.fallbacks:
-            if self._metrics is not None:
-                self._metrics.fell_back(sequence.fallbacks)
-            sequence.fallbacks.clear()
-        if committed.finish_reason:
-            update.ended.finish_reason = committed.finish_reason
-        is_first = not sequence.prefilled_ns
-        if is_first:
-            sequence.prefilled_ns = committed.step.end_ns
-            update.prefill.queue_seconds = (sequence.scheduled_ns - sequence.arrived_ns) * 1e-9
-            update.prefill.prefill_seconds = (sequence.prefilled_ns - sequence.scheduled_ns) * 1e-9
-            if self._metrics is not None:
-                self._metrics.prefilled(update.prefill.queue_seconds, update.prefill.prefill_seconds)
-        if sequence.trace is not None:
-            self._trace_step(committed, is_first)
 
     def _tell_drafter(self, sequence: TargetSequence, token_ids: Sequence[int]) -> None:
         assert sequence.drafter is not None
@@ -444,7 +374,7 @@ class VerifierEngine:
         if self._metrics is not None:
             self._metrics.ended("error")
         if found := self._sequences.get((session_id, sequence_id)):
-            self._end_trace(found)
+            self._reporter.end_trace(found, self._output)
             self._remove(found)
 
     def _close(self, sequence: TargetSequence) -> None:
@@ -463,38 +393,6 @@ class VerifierEngine:
                 frame.load.CopyFrom(self.load_report())
             emit(self._output)
             self._output = StepOutput()
-
-    def _trace_step(self, committed: _Committed, is_first: bool) -> None:
-        step, part, sequence = committed.step, committed.part, committed.part.sequence
-        assert sequence.trace is not None
-        if is_first:
-            sequence.trace.prefilled(step, part, sequence.scheduled_ns, sequence.num_prompt_tokens)
-        else:
-            sequence.trace.verified(
-                step,
-                part,
-                position=committed.position,
-                num_accepted=committed.num_accepted,
-                draft_wait_seconds=committed.draft_wait,
-                proposal_bytes=committed.proposal_bytes,
-            )
-        if committed.finish_reason:
-            self._end_trace(sequence)
-        else:
-            self._take_records(sequence)
-
-    def _end_trace(self, sequence: TargetSequence, *, is_closed: bool = False) -> None:
-        if sequence.trace is not None:
-            sequence.trace.end()
-            self._take_records(sequence, is_closed=is_closed)
-
-    def _take_records(self, sequence: TargetSequence, *, is_closed: bool = False) -> None:
-        assert sequence.trace is not None
-        records = sequence.trace.drain()
-        if records or is_closed:
-            self._output.records.append(
-                SequenceRecords(sequence.session_id, sequence.sequence_id, records, is_closed=is_closed)
-            )
 
 
 def _cut(sequence: TargetSequence, token_ids: Sequence[int]) -> tuple[Sequence[int], generation_pb2.FinishReason]:

@@ -281,9 +281,10 @@ def test_an_open_address_must_be_allowed_by_name(host: str) -> None:
 
 def test_loopback_needs_no_permission() -> None:
     for host in ("127.0.0.1", "localhost", "[::1]", "127.9.9.9"):
-        ServiceSettings.load(["--listen", f"{host}:1"], program="service")
+        assert ServiceSettings.load(["--listen", f"{host}:1"], program="service").tls_certificate is None
     # Probes and metrics have ports of their own, with nothing to keep secret.
-    ServiceSettings.load(["--health-listen", "0.0.0.0:1", "--metrics-listen", "0.0.0.0:2"], program="service")
+    open_ports = ["--health-listen", "0.0.0.0:1", "--metrics-listen", "0.0.0.0:2"]
+    assert not ServiceSettings.load(open_ports, program="service").allow_plaintext
 
 
 def test_a_clients_variable_is_none_of_a_services(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -98,16 +98,18 @@ for place in {places}; do
     mount --rbind $place {root}$place
     mount -o remount,bind,ro {root}$place
 done
+# Before what is mounted below it, as a checkout may be.
+mkdir -p {root}/tmp
+mount -t tmpfs -o mode=1777 tmpfs {root}/tmp
 {binds}
 for link in bin sbin lib lib64; do
     if test -L /$link && ! test -e {root}/$link; then cp -P /$link {root}/$link; fi
 done
-mkdir -p {root}/proc {root}/dev {root}/tmp {root}/etc
+mkdir -p {root}/proc {root}/dev {root}/etc
 cp {root}.hosts {root}/etc/hosts
 mount --rbind /proc {root}/proc
 mount --rbind /dev {root}/dev
 mount -o remount,bind,ro {root}
-mount -t tmpfs -o mode=1777 tmpfs {root}/tmp
 cd {root}/tmp
 exec chroot --userspec={user} --groups= {root} env -C /tmp -i {environment} {command}
 """
@@ -181,7 +183,7 @@ async def run(plan: Plan, directory: Path) -> Report:
     processes = {pod.name: start(pod, plan.hosts, directory) for pod in plan.pods}
     try:
         async with collector(plan) as (spans, metrics):
-            async with asyncio.timeout(90):
+            async with asyncio.timeout(150):
                 await asyncio.gather(*(wait_until_ready(pod, processes[pod.name], report) for pod in plan.pods))
             if len(report.ready_seconds) == len(plan.pods):
                 await ask(plan, report)

@@ -108,7 +108,7 @@ def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         capture_output=True,
         text=True,
         check=False,
-        timeout=200,
+        timeout=250,
         cwd=ROOT,
     )
     assert run.returncode == 0, run.stderr

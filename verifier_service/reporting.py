@@ -1,0 +1,135 @@
+"""Tells gateways, metrics and traces what steps have committed, while the device works on the next one."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.wire import pack_tokens
+from outrider.v1 import generation_pb2
+from verifier_service.events import SequenceRecords, StepOutput
+from verifier_service.scheduler import Scheduled
+from verifier_service.sequence import TargetSequence
+from verifier_service.sequence_trace import Step
+from verifier_service.step_metrics import StepMetrics
+from verifier_service.verify import Verified
+
+
+@dataclass(frozen=True)
+class Committed:
+    """What a step did to one sequence."""
+
+    step: Step
+    part: Scheduled
+    verified: Verified
+    position: int  # of the first new token
+    token_ids: Sequence[int]
+    finish_reason: generation_pb2.FinishReason  # UNSPECIFIED: the sequence goes on
+    draft_wait: float  # seconds
+    proposal_bytes: int
+
+    @property
+    def num_accepted(self) -> int:
+        """Accepted draft tokens, those behind the sequence's end left out."""
+        return min(self.verified.num_accepted, len(self.token_ids))
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a step did."""
+
+    step: Step
+    all_committed: Sequence[Committed]
+    told_ns: int  # when the drafters' verdicts were sent, nanoseconds since the epoch
+
+
+class Reporter:
+    """Keeps what has been committed and not been told yet. Every method runs on the engine's thread."""
+
+    def __init__(self, metrics: StepMetrics | None) -> None:
+        # None where nobody reads them.
+        self._metrics = metrics
+        self._unreported: list[Ran] = []
+
+    def __bool__(self) -> bool:
+        """Whether something is still to be told; safe to ask from any thread."""
+        return bool(self._unreported)
+
+    def add(self, ran: Ran) -> None:
+        """What `report` is to tell."""
+        self._unreported.append(ran)
+
+    def report(self, output: StepOutput) -> None:
+        """Put into the gateways' frames, the metrics and the traces what has been committed since the last time."""
+        unreported, self._unreported = self._unreported, []
+        for ran in unreported:
+            began_ns = time.time_ns()
+            for committed in ran.all_committed:
+                self._report_one(committed, output)
+            if self._metrics is not None:
+                report_seconds = (time.time_ns() - began_ns) * 1e-9
+                self._metrics.stepped(ran.step, ran.all_committed, told_ns=ran.told_ns, report_seconds=report_seconds)
+
+    def _report_one(self, committed: Committed, output: StepOutput) -> None:
+        part, verified, token_ids = committed.part, committed.verified, committed.token_ids
+        sequence = part.sequence
+        update = output.session(sequence.session_id).updates.add(
+            sequence_id=sequence.sequence_id,
+            token_ids=pack_tokens(token_ids),
+            origins=bytes(verified.origins[: len(token_ids)]),
+            logprobs=verified.logprobs[: len(token_ids)],
+            num_draft_tokens=part.num_drafts,
+            num_accepted_tokens=committed.num_accepted,
+            # Fallbacks that this step brought about are reported with it.
+            fallbacks=sequence.fallbacks,
+        )
+        if sequence.fallbacks:
+            if self._metrics is not None:
+                self._metrics.fell_back(sequence.fallbacks)
+            sequence.fallbacks.clear()
+        if committed.finish_reason:
+            update.ended.finish_reason = committed.finish_reason
+        is_first = not sequence.prefilled_ns
+        if is_first:
+            sequence.prefilled_ns = committed.step.end_ns
+            update.prefill.queue_seconds = (sequence.scheduled_ns - sequence.arrived_ns) * 1e-9
+            update.prefill.prefill_seconds = (sequence.prefilled_ns - sequence.scheduled_ns) * 1e-9
+            if self._metrics is not None:
+                self._metrics.prefilled(update.prefill.queue_seconds, update.prefill.prefill_seconds)
+        if sequence.trace is not None:
+            self._trace_step(committed, output, is_first=is_first)
+
+    def end_trace(self, sequence: TargetSequence, output: StepOutput, *, is_closed: bool = False) -> None:
+        """Hand out the last of what was noted for the sequence's trace."""
+        if sequence.trace is not None:
+            sequence.trace.end()
+            self.take_records(sequence, output, is_closed=is_closed)
+
+    def take_records(self, sequence: TargetSequence, output: StepOutput, *, is_closed: bool = False) -> None:
+        """Hand out what was noted for the sequence's trace; it must have one."""
+        assert sequence.trace is not None
+        records = sequence.trace.drain()
+        if records or is_closed:
+            output.records.append(
+                SequenceRecords(sequence.session_id, sequence.sequence_id, records, is_closed=is_closed)
+            )
+
+    def _trace_step(self, committed: Committed, output: StepOutput, *, is_first: bool) -> None:
+        step, part, sequence = committed.step, committed.part, committed.part.sequence
+        assert sequence.trace is not None
+        if is_first:
+            sequence.trace.prefilled(step, part, sequence.scheduled_ns, sequence.num_prompt_tokens)
+        else:
+            sequence.trace.verified(
+                step,
+                part,
+                position=committed.position,
+                num_accepted=committed.num_accepted,
+                draft_wait_seconds=committed.draft_wait,
+                proposal_bytes=committed.proposal_bytes,
+            )
+        if committed.finish_reason:
+            self.end_trace(sequence, output)
+        else:
+            self.take_records(sequence, output)
