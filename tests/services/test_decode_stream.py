@@ -310,13 +310,14 @@ async def test_draining_waits_until_the_last_end_is_on_its_way(pair: Pair, monke
         running_verifier(verifier_settings(target, drain_seconds=30)) as (verifier, service),
         decode_client(verifier.address) as client,
     ):
-        report = service._engine._report
+        reporter = service._engine._reporter
+        report = reporter.report
 
         def slow(*arguments: Any) -> None:
             time.sleep(0.12)
             report(*arguments)
 
-        monkeypatch.setattr(service._engine, "_report", slow)
+        monkeypatch.setattr(reporter, "report", slow)
         _, result = client.open(PROMPT, max_tokens=4)
         await eventually(lambda: len(result.token_ids) > 0)
         await verifier.stop()
