@@ -12,6 +12,9 @@ PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13; do \
 # Idle OpenMP threads shall not spin on the cores that the services under test need.
 export OMP_WAIT_POLICY ?= PASSIVE
 
+# A file of tests is one worker's, with all that its fixtures start; the long ones, which come first, begin first.
+PARALLEL ?= -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test gpu-test lint format types protos policy stubs clean
 
@@ -45,7 +48,7 @@ demo: setup
 	$(BIN)/outrider demo
 
 test: lint types protos policy
-	$(BIN)/pytest -m 'not gpu'
+	$(BIN)/pytest -m 'not gpu' $(PARALLEL)
 
 gpu-test: setup
 	$(BIN)/pytest -m gpu
