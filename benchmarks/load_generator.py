@@ -76,13 +76,17 @@ class Tally:
 
 
 class LoadGenerator:
-    """Sends one kind of request, its seed and prompt varied."""
+    """Sends one prompt, with outputs of varied length.
+
+    One prompt, as others would differ in how much of their drafts is accepted, and two loads of different requests in
+    what a token costs.
+    """
 
     def __init__(self, channel: grpc.aio.Channel, *, num_output_tokens: int, vocabulary_size: int, seed: int) -> None:
         self._call = channel.unary_stream(_METHOD, None, None)
         self._num_output_tokens = num_output_tokens
-        self._vocabulary_size = vocabulary_size
         self._random = random.Random(seed)
+        self._prompt = [self._random.randrange(vocabulary_size) for _ in range(16)]
         self._tasks: set[asyncio.Task[None]] = set()
         self.tally = Tally(time.perf_counter())
 
@@ -112,9 +116,8 @@ class LoadGenerator:
     def _request(self) -> bytes:
         # Of different lengths, so that they do not all begin and end together, which no real load does.
         num_tokens = self._random.randint(self._num_output_tokens // 2, self._num_output_tokens * 3 // 2)
-        prompt = [self._random.randrange(self._vocabulary_size) for _ in range(16)]
         return generation_pb2.GenerateRequest(
-            token_ids=generation_pb2.TokenIds(ids=prompt),
+            token_ids=generation_pb2.TokenIds(ids=self._prompt),
             sampling=common_pb2.SamplingParameters(temperature=0.0),
             stopping=generation_pb2.StoppingParameters(max_tokens=num_tokens, ignore_eos=True),
         ).SerializeToString()
