@@ -32,7 +32,8 @@ MAX_RUNNING = 8
 
 
 async def load(address: str, seconds: float, *flags: str) -> dict[str, Any]:
-    """What the load generator reports, run as a process of its own."""
+    """What the load generator reports, run as a process of its own, and what this process served for its CPU time."""
+    before = ProcessStats.of_this().cpu_seconds
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "benchmarks.load_generator", address, "--seconds", str(seconds), "--skip", "1"),
         *("--output-tokens", "48", "--vocabulary-size", "16", *flags),
@@ -42,7 +43,7 @@ async def load(address: str, seconds: float, *flags: str) -> dict[str, Any]:
     output, _ = await process.communicate()
     assert process.returncode == 0
     report: dict[str, Any] = json.loads(output)
-    return report
+    return {**report, "served_per_cpu_second": report["num_served"] / (ProcessStats.of_this().cpu_seconds - before)}
 
 
 @pytest.fixture
@@ -98,8 +99,9 @@ async def test_ten_times_the_load_that_can_be_borne(tiny_pair: tuple[Path, Path]
     assert report["other_statuses"] == {}
     assert report["num_served"] + report["num_refused"] == report["num_sent"]
     assert report["num_refused"] > 0.6 * report["num_sent"]
-    # The machine may be busy with other things: the benchmark knows what must be reached on one that is not.
-    assert report["goodput_tokens_per_second"] > 0.6 * peak["goodput_tokens_per_second"]
+    # Of CPU time, and with room to spare: this machine may be busy, and the benchmark has the limit for an idle one.
+    # With nine refusals for each request that is served, refusing at half the price of serving would come to a fifth.
+    assert report["served_per_cpu_second"] > 0.4 * peak["served_per_cpu_second"]
     assert report["refusal_latency_ms"]["p50"] < 100
     assert report["retry_delay_ms"]["min"] > 0
     # Less than an object for every second request, or than 2 KB for each.
