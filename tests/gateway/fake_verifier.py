@@ -103,7 +103,7 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
     async def Decode(self, request_iterator: Any, context: Any) -> AsyncIterator[verifier_pb2.DecodeResponse]:
         self.num_streams += 1
         outgoing = self._outgoing = asyncio.Queue()
-        outgoing.put_nowait(verifier_pb2.DecodeResponse(drafters=self.drafters))
+        outgoing.put_nowait(verifier_pb2.DecodeResponse(drafters=self.drafters, is_draining=self.is_draining))
         reader = asyncio.create_task(self._read(request_iterator))
         # A script that raises ends the stream instead of leaving the test to its timeout.
         reader.add_done_callback(lambda _: outgoing.put_nowait(None))
@@ -140,14 +140,17 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
     def report_statuses(self, *drafters: verifier_pb2.DrafterStatus) -> None:
         """The same with whole statuses."""
         self.drafters = list(drafters)
-        assert self._outgoing is not None
-        self._outgoing.put_nowait(verifier_pb2.DecodeResponse(drafters=self.drafters))
+        self._say(verifier_pb2.DecodeResponse(drafters=self.drafters))
 
     def drain(self) -> None:
         """Say that no more sequences are taken."""
         self.is_draining = True
-        assert self._outgoing is not None
-        self._outgoing.put_nowait(verifier_pb2.DecodeResponse(is_draining=True))
+        self._say(verifier_pb2.DecodeResponse(is_draining=True))
+
+    def _say(self, frame: verifier_pb2.DecodeResponse) -> None:
+        # A gateway counts a link as ready before its stream has reached the verifier; such a stream's first frame says it.
+        if self._outgoing is not None:
+            self._outgoing.put_nowait(frame)
 
     def break_stream(self) -> None:
         """End the Decode stream while the server lives on."""
