@@ -96,7 +96,9 @@ def _verify(target: Any, batch: Sequence[Scheduled]) -> list[Verified]:
     results = []
     for part in batch:
         num_accepted = min(2, part.num_drafts)
-        results.append(Verified([1] * num_accepted + [2], num_accepted, [accepted] * num_accepted + [recovered], []))
+        results.append(
+            Verified([1] * num_accepted + [2], num_accepted, bytes([accepted] * num_accepted + [recovered]), [])
+        )
     return results
 
 

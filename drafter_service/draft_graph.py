@@ -128,20 +128,21 @@ class DraftGraph:
         self._outputs.download()
         if self._runner.device.type == "cuda":
             torch.cuda.current_stream(self._runner.device).synchronize()
-        host = self._outputs.host
+        host, num_sequences = self._outputs.host, len(sequences)
+        all_token_ids = host["token_ids"][:num_sequences].tolist()
+        # Copies: the buffer is filled anew by the next round.
+        all_ids = host["candidate_ids"][:num_sequences].copy()
+        all_weights = host["candidate_weights"][:num_sequences].view(np.uint16).copy()
         drafts = []
         for row, (sequence, count) in enumerate(zip(sequences, num_draft_tokens, strict=True)):
-            token_ids = host["token_ids"][row, :count].tolist()
+            token_ids = all_token_ids[row][:count]
             # The last token is sampled but not computed; what a longer neighbour made the graph compute beyond it is
             # overwritten later, like rejected tokens.
             sequence.num_computed = sequence.length + count - 1
             if not sequence.wants_candidates:
                 drafts.append(Draft(sequence, token_ids))
                 continue
-            # Copies: the buffer is filled anew by the next round.
-            ids = host["candidate_ids"][row, :count].copy()
-            weights = host["candidate_weights"][row, :count].view(np.uint16).astype(np.int32)
-            drafts.append(Draft(sequence, token_ids, ids, weights))
+            drafts.append(Draft(sequence, token_ids, all_ids[row, :count], all_weights[row, :count]))
         return drafts
 
     @torch.inference_mode()
@@ -215,8 +216,8 @@ class DraftGraph:
         host = self._inputs.host
         block_size = self._runner.block_size
         num_sequences = len(sequences)
-        lengths = np.array([sequence.length for sequence in sequences])
-        missing = np.array([sequence.num_missing for sequence in sequences])
+        lengths = np.array([len(sequence.token_ids) for sequence in sequences])
+        missing = lengths - [sequence.num_computed for sequence in sequences]
         ends = np.cumsum(missing)
         num_tokens = int(ends[-1])
         owners = np.repeat(np.arange(num_sequences), missing)
@@ -227,7 +228,7 @@ class DraftGraph:
             tokens += sequence.token_ids[sequence.num_computed :]
             table = sequence.block_ids.array
             tables[row, : len(table)] = table
-            host["capacities"][row] = len(table) * block_size
+        host["capacities"][:num_sequences] = [len(sequence.block_ids) * block_size for sequence in sequences]
         host["token_ids"][:num_tokens] = tokens
         host["positions"][:num_tokens] = positions
         host["slot_mapping"][:num_tokens] = (

@@ -14,18 +14,19 @@ from drafter_service.sequence import DraftSequence
 from outrider.v1 import drafter_pb2
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)  # not frozen: one for each sequence of a round
 class Draft:
     """Draft tokens for the positions right behind a sequence's committed ones.
 
     `candidate_ids` and `candidate_weights`, both [num_tokens, m], are the distribution that each token was really
-    sampled from, in units of 1/65,536; None where each token was certain (q is one-hot).
+    sampled from, in units of 1/65,536; None where each token was certain (q is one-hot). In 16 bits, a weight of 65,536
+    is 0, as on the wire.
     """
 
     sequence: DraftSequence
     token_ids: Sequence[int]
     candidate_ids: npt.NDArray[np.int32] | None = None
-    candidate_weights: npt.NDArray[np.int32] | None = None
+    candidate_weights: npt.NDArray[np.int32] | npt.NDArray[np.uint16] | None = None
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Sequence
@@ -119,12 +120,11 @@ class DrafterEngine:
     def step(self, emit: Callable[[EngineOutput], None]) -> float | None:
         """Draft once for everything that wants a draft; sleep when nothing does."""
         start_ns = time.time_ns()
-        wanting = [
-            sequence
-            for session in self._sessions.values()
-            for sequence in session.sequences.values()
-            if sequence.wants_draft
-        ]
+        wanting_by_session = {
+            session_id: [sequence for sequence in session.sequences.values() if sequence.wants_draft]
+            for session_id, session in self._sessions.items()
+        }
+        wanting = list(itertools.chain.from_iterable(wanting_by_session.values()))
         is_traced = self._is_tracing and any(sequence.spans is not None for sequence in wanting)
         num_missing = sum(sequence.num_missing for sequence in wanting) if is_traced else 0
         answers = self._draft(wanting) if wanting else ()
@@ -133,22 +133,24 @@ class DrafterEngine:
         for session_id, session in self._sessions.items():
             frame = drafter_pb2.DraftResponse(no_proposals=session.refusals, step_seconds=(end_ns - start_ns) * 1e-9)
             session.refusals = []
-            for sequence in list(session.sequences.values()):
-                match by_sequence.get(id(sequence)):
-                    case Draft() as draft:
-                        frame.proposals.append(self._propose(draft))
-                        if sequence.spans is not None:
-                            self._trace(draft, sequence.spans, start_ns, end_ns, len(wanting), num_missing)
-                    case NoDraft() as none:
-                        frame.no_proposals.append(self._refuse(session, none))
+            is_working = False
+            for sequence in wanting_by_session[session_id]:
+                answer = by_sequence.get(id(sequence))
+                if isinstance(answer, Draft):
+                    self._propose(frame, answer)
+                    if sequence.spans is not None:
+                        self._trace(answer, sequence.spans, start_ns, end_ns, len(wanting), num_missing)
+                elif answer is not None:
+                    self._refuse(session, frame, answer)
+                else:
+                    is_working = True
             # An empty frame tells a verifier that its prompt is being worked on, and that the drafter is alive.
-            is_working = any(sequence.wants_draft for sequence in session.sequences.values())
             if frame.proposals or frame.no_proposals or is_working:
                 emit(SessionOutput(session_id, frame))
             if self._metrics is not None:
                 self._metrics.refused(frame.no_proposals)
-            for sequence in list(session.sequences.values()):
-                if id(sequence) in by_sequence:
+            for sequence in wanting_by_session[session_id]:
+                if sequence.early_verdicts is not None and id(sequence) in by_sequence:
                     self._take_early_verdicts(session, sequence)
         if self._records:
             # Behind the proposals, which somebody waits for.
@@ -173,9 +175,9 @@ class DrafterEngine:
         self._num_failures = 0
         return answers
 
-    def _propose(self, draft: Draft) -> drafter_pb2.Proposal:
+    def _propose(self, frame: drafter_pb2.DraftResponse, draft: Draft) -> None:
         sequence = draft.sequence
-        proposal = drafter_pb2.Proposal(
+        proposal = frame.proposals.add(
             sequence_id=sequence.sequence_id,
             epoch=sequence.epoch,
             position=sequence.length,
@@ -187,7 +189,6 @@ class DrafterEngine:
             )
         sequence.proposed = list(draft.token_ids)
         sequence.wants_draft = False
-        return proposal
 
     def _trace(
         self, draft: Draft, spans: StepSpans, start_ns: int, end_ns: int, batch_size: int, num_missing: int
@@ -211,14 +212,14 @@ class DrafterEngine:
         if sequence.spans is not None and (record := sequence.spans.flush()):
             self._records.append((sequence.traceparent, record))
 
-    def _refuse(self, session: _Session, answer: NoDraft) -> drafter_pb2.NoProposal:
+    def _refuse(self, session: _Session, frame: drafter_pb2.DraftResponse, answer: NoDraft) -> None:
         sequence = answer.sequence
         if answer.reason == drafter_pb2.NO_PROPOSAL_REASON_NO_MATCH:
             # The next verdict brings new tokens, and with them perhaps a match.
             sequence.wants_draft = False
         else:
             self._forget(session, sequence.sequence_id)
-        return drafter_pb2.NoProposal(
+        frame.no_proposals.add(
             sequence_id=sequence.sequence_id, reason=answer.reason, position=sequence.length, detail=answer.detail
         )
 

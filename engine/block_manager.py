@@ -54,6 +54,8 @@ class BlockManager:
     def grow(self, block_ids: BlockTable, num_tokens: int) -> bool:
         """Extend `block_ids` in place to cover `num_tokens`; False, and nothing changed, if too few are free."""
         missing = self.blocks_for(num_tokens) - len(block_ids)
+        if missing <= 0:
+            return True
         if missing > len(self._free):
             return False
         for _ in range(missing):

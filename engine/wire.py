@@ -5,6 +5,8 @@ Imports no torch: the gateway uses it too.
 
 from __future__ import annotations
 
+import sys
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -15,21 +17,29 @@ PROTOCOL_VERSION = 1
 MAX_CANDIDATES = 1024
 
 _TOKEN = np.dtype("<u4")
+_TYPE_CODE = "I"  # 32 bits wherever Python runs
+_IS_SWAPPED = sys.byteorder == "big"
 _SIGNED_TOKEN = np.dtype("<i4")
 _WEIGHT = np.dtype("<u2")
 
 
 def pack_tokens(token_ids: Sequence[int] | npt.NDArray[np.integer]) -> bytes:
     """Token ids as little-endian uint32."""
-    return np.asarray(token_ids, dtype=_TOKEN).tobytes()
+    # A step packs a few ids for each of many sequences, where numpy takes more than twice as long.
+    packed = array(_TYPE_CODE, token_ids)
+    if _IS_SWAPPED:
+        packed.byteswap()
+    return packed.tobytes()
 
 
 def unpack_tokens(data: bytes) -> list[int]:
     """The token ids of `pack_tokens`. Raises ValueError when the length is no multiple of 4 bytes."""
     if len(data) % 4:
         raise ValueError(f"{len(data)} bytes are no whole number of 4-byte token ids")
-    ids: list[int] = np.frombuffer(data, dtype=_TOKEN).tolist()
-    return ids
+    packed = array(_TYPE_CODE, data)
+    if _IS_SWAPPED:
+        packed.byteswap()
+    return packed.tolist()
 
 
 def pack_candidates(
@@ -40,13 +50,27 @@ def pack_candidates(
 
     A weight of 65,536 does not fit 16 bits and becomes 0; a row that has one is certain, which all zeros say.
     """
-    return candidate_ids.astype(_TOKEN, copy=False).tobytes(), candidate_weights.astype(_WEIGHT).tobytes()
+    weights = candidate_weights.astype(_WEIGHT, copy=False)
+    return candidate_ids.astype(_TOKEN, copy=False).tobytes(), weights.tobytes()
 
 
 def unpack_candidates(
     ids: bytes, weights: bytes, num_tokens: int
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
     """(candidate ids, candidate weights), both [num_tokens, m], m = 0 when both are empty.
+
+    Raises ValueError as `candidates_per_token` does.
+    """
+    shape = (num_tokens, candidates_per_token(ids, weights, num_tokens))
+    return (
+        # Ids from 2**31 on come out below zero: no vocabulary has them.
+        np.frombuffer(ids, dtype=_SIGNED_TOKEN).reshape(shape),
+        np.frombuffer(weights, dtype=_WEIGHT).astype(np.int32).reshape(shape),
+    )
+
+
+def candidates_per_token(ids: bytes, weights: bytes, num_tokens: int) -> int:
+    """How many candidates, m, each of the draft tokens has in the packed bytes.
 
     Raises ValueError when the two lengths do not fit `num_tokens` or each other, or m is above MAX_CANDIDATES.
     """
@@ -55,9 +79,4 @@ def unpack_candidates(
         raise ValueError(f"{len(ids)} bytes of ids and {len(weights)} of weights do not fit {num_tokens} draft tokens")
     if per_token > MAX_CANDIDATES:
         raise ValueError(f"{per_token} candidates a draft token, at most {MAX_CANDIDATES} are taken")
-    shape = (num_tokens, per_token)
-    return (
-        # Ids from 2**31 on come out below zero: no vocabulary has them.
-        np.frombuffer(ids, dtype=_SIGNED_TOKEN).reshape(shape),
-        np.frombuffer(weights, dtype=_WEIGHT).astype(np.int32).reshape(shape),
-    )
+    return per_token

@@ -234,8 +234,8 @@ class DecodeGraph:
         host = self._inputs.host
         block_size = self._runner.block_size
         num_sequences = len(sequences)
-        lengths = np.array([sequence.length for sequence in sequences]) + is_chained
-        num_drafts = np.array([len(draft) for draft in drafts])
+        lengths = np.array([len(sequence.token_ids) for sequence in sequences]) + is_chained
+        num_drafts = np.array([len(draft.token_ids) for draft in drafts])
         query_lens = num_drafts + 1
         ends = np.cumsum(query_lens)
         num_tokens, total_drafts = int(ends[-1]), int(ends[-1]) - num_sequences
@@ -287,14 +287,22 @@ class DecodeGraph:
                 host["block_tables"][row, : len(block_ids)] = block_ids.array
 
     def _fill_candidates(self, drafts: Sequence[DraftTokens], total_drafts: int) -> None:
-        host = self._inputs.host
-        host["candidate_weights"][:total_drafts] = 0
+        ids, weights = self._inputs.host["candidate_ids"], self._inputs.host["candidate_weights"]
+        given = [draft for draft in drafts if draft.token_ids]
+        widths = {draft.candidate_ids.shape[1] for draft in given}
+        if len(widths) == 1:
+            # The usual case, in one call for each.
+            (width,) = widths
+            np.concatenate([draft.candidate_ids for draft in given], out=ids[:total_drafts, :width])
+            np.concatenate([draft.candidate_weights for draft in given], out=weights[:total_drafts, :width])
+            weights[:total_drafts, width:] = 0
+            return
+        weights[:total_drafts] = 0
         start = 0
-        for draft in drafts:
+        for draft in given:
             end, width = start + len(draft), draft.candidate_ids.shape[1]
-            if end > start and width:
-                host["candidate_ids"][start:end, :width] = draft.candidate_ids
-                host["candidate_weights"][start:end, :width] = draft.candidate_weights
+            ids[start:end, :width] = draft.candidate_ids
+            weights[start:end, :width] = draft.candidate_weights
             start = end
 
     def _fill_padding(self, num_sequences: int, num_tokens: int, total_drafts: int) -> None:

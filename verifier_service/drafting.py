@@ -92,27 +92,27 @@ class DraftingLinks:
             traceparent=sequence.traceparent,
         )
 
-    def verdict(self, sequence: TargetSequence, token_ids: Sequence[int]) -> drafter_pb2.Verdict:
-        """The message that tells the drafter what was committed; the wait for an answer starts if one is needed."""
+    def tell(self, frame: drafter_pb2.DraftRequest, sequence: TargetSequence, token_ids: Sequence[int]) -> None:
+        """Put into a frame for the drafter what was committed; the wait for an answer starts if one is needed."""
         if sequence.is_waiting_for_proposal:
             sequence.waiting_since = time.monotonic()
-        return drafter_pb2.Verdict(
+        frame.verdicts.add(
             sequence_id=sequence.link_sequence_id,
             epoch=sequence.proposals.epoch,
             num_committed=sequence.length,
             token_ids=pack_tokens(token_ids),
         )
 
-    def take(self, sequence: TargetSequence, proposal: drafter_pb2.Proposal, drafts: DraftTokens) -> None:
-        """Buffer a proposal. Raises ProposalError when it breaks the protocol."""
+    def take(self, sequence: TargetSequence, proposal: drafter_pb2.Proposal, drafts: DraftTokens, now: float) -> None:
+        """Buffer a proposal that has come `now`, monotonic. Raises ProposalError when it breaks the protocol."""
         sequence.proposals.offer(proposal.epoch, proposal.position, drafts, sequence.token_ids)
         sequence.has_had_proposal = True
-        self._end_lag(sequence)
+        self._end_lag(sequence, now)
         if len(sequence.proposals):
             sequence.num_late_in_a_row = 0
-            sequence.proposal_bytes += proposal.ByteSize()
-            self._gathering.answered(sequence)
-            self._end_wait(sequence)
+            sequence.proposal_bytes += drafts.num_bytes
+            self._gathering.answered(sequence, now)
+            self._end_wait(sequence, now)
 
     def take_refusal(
         self, sequence: TargetSequence, refusal: drafter_pb2.NoProposal
@@ -120,11 +120,12 @@ class DraftingLinks:
         """Note that there is no proposal; the reason to fall back, or None where only this position goes without."""
         if refusal.reason != drafter_pb2.NO_PROPOSAL_REASON_NO_MATCH:
             return _FALLBACKS.get(refusal.reason, common_pb2.FALLBACK_REASON_DRAFTER_LOST)
-        self._end_lag(sequence)
+        now = time.monotonic()
+        self._end_lag(sequence, now)
         if refusal.position == sequence.length:
             sequence.num_late_in_a_row = 0
             sequence.plain_position = sequence.length
-            self._end_wait(sequence)
+            self._end_wait(sequence, now)
         return None
 
     def silent(self, running: Iterable[TargetSequence]) -> set[LinkKey]:
@@ -150,7 +151,7 @@ class DraftingLinks:
                 sequence.behind_since = now
                 # A long prompt may keep a drafter busy for a while; that is no reason to do without it afterwards.
                 sequence.num_late_in_a_row += int(sequence.has_had_proposal)
-                self._end_wait(sequence)
+                self._end_wait(sequence, now)
                 self.num_late += 1
                 if sequence.trace is not None:
                     sequence.trace.draft_is_late(sequence.draft_wait, sequence.length)
@@ -180,13 +181,13 @@ class DraftingLinks:
             and sequence.is_waiting_for_proposal
         )
 
-    def _end_lag(self, sequence: TargetSequence) -> None:
+    def _end_lag(self, sequence: TargetSequence, now: float) -> None:
         if sequence.behind_since is not None:
             sequence.behind_since = None
             # What is still owed, if anything, is the answer to the last verdict.
-            sequence.waiting_since = time.monotonic()
+            sequence.waiting_since = now
 
-    def _end_wait(self, sequence: TargetSequence) -> None:
+    def _end_wait(self, sequence: TargetSequence, now: float) -> None:
         if sequence.waiting_since is not None:
-            sequence.draft_wait = time.monotonic() - sequence.waiting_since
+            sequence.draft_wait = now - sequence.waiting_since
             sequence.waiting_since = None

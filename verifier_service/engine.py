@@ -256,7 +256,7 @@ class VerifierEngine:
                 if sequence.waiting_since is not None:
                     round_trip = max(round_trip, now - sequence.waiting_since)
                 num_stale -= sequence.proposals.num_stale
-                self._links.take(sequence, proposal, drafts)
+                self._links.take(sequence, proposal, drafts, now)
                 num_stale += sequence.proposals.num_stale
                 if sequence.trace is not None:
                     sequence.trace.drafted(draft_seconds)
@@ -344,13 +344,13 @@ class VerifierEngine:
         sequence.draft_wait, sequence.proposal_bytes = 0.0, 0
         return committed
 
-    def _tell_drafter(self, sequence: TargetSequence, token_ids: Sequence[int]) -> None:
+    def _tell_drafter(self, sequence: TargetSequence, token_ids: list[int]) -> None:
         assert sequence.drafter is not None
         sequence.proposals.commit(token_ids)
         if not len(sequence.proposals) and self._links.is_outgrown_by(sequence):
             self._fall_back(sequence, common_pb2.FALLBACK_REASON_DRAFTER_MAX_LENGTH)
             return
-        self._output.link(sequence.drafter).verdicts.append(self._links.verdict(sequence, token_ids))
+        self._links.tell(self._output.link(sequence.drafter), sequence, token_ids)
 
     def _fall_back(self, sequence: TargetSequence, reason: common_pb2.FallbackReason) -> None:
         self._leave_drafter(sequence)
@@ -395,8 +395,10 @@ class VerifierEngine:
             self._output = StepOutput()
 
 
-def _cut(sequence: TargetSequence, token_ids: Sequence[int]) -> tuple[Sequence[int], generation_pb2.FinishReason]:
+def _cut(sequence: TargetSequence, token_ids: list[int]) -> tuple[list[int], generation_pb2.FinishReason]:
     """What of newly sampled tokens the sequence keeps, and why it ends there (UNSPECIFIED: it does not)."""
+    if sequence.length + len(token_ids) < sequence.length_limit and sequence.last_token_ids.isdisjoint(token_ids):
+        return token_ids, generation_pb2.FINISH_REASON_UNSPECIFIED
     for index, reason in _endings(sequence, token_ids):
         return token_ids[: index + 1], reason
     return token_ids, generation_pb2.FINISH_REASON_UNSPECIFIED

@@ -115,8 +115,13 @@ class StepOutput:
 
     def session(self, session_id: int) -> verifier_pb2.DecodeResponse:
         """The frame for a gateway, made when first asked for."""
-        return self.session_frames.setdefault(session_id, verifier_pb2.DecodeResponse())
+        # Asked for every sequence of a step: no frame is made only to be thrown away.
+        if (frame := self.session_frames.get(session_id)) is None:
+            frame = self.session_frames[session_id] = verifier_pb2.DecodeResponse()
+        return frame
 
     def link(self, key: LinkKey) -> drafter_pb2.DraftRequest:
         """The frame for a drafter, made when first asked for."""
-        return self.link_frames.setdefault(key, drafter_pb2.DraftRequest())
+        if (frame := self.link_frames.get(key)) is None:
+            frame = self.link_frames[key] = drafter_pb2.DraftRequest()
+        return frame

@@ -35,10 +35,10 @@ class Gathering:
             if sequence.drafter is not None:
                 self._since.pop(sequence.drafter, None)
 
-    def answered(self, sequence: TargetSequence) -> None:
+    def answered(self, sequence: TargetSequence, now: float) -> None:
         """A proposal for the sequence has come."""
         if sequence.step_began is not None:
-            self._usual_seconds += _WEIGHT * (time.monotonic() - sequence.step_began - self._usual_seconds)
+            self._usual_seconds += _WEIGHT * (now - sequence.step_began - self._usual_seconds)
             sequence.step_began = None
 
     def waiting(

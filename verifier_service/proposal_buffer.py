@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from engine.wire import unpack_candidates, unpack_tokens
+from engine.wire import candidates_per_token, unpack_candidates, unpack_tokens
 from kernels.limits import MAX_DRAFT_TOKENS, WEIGHT_TOTAL
 from outrider.v1 import drafter_pb2
 
@@ -20,7 +21,8 @@ class ProposalError(ValueError):
     """A proposal that breaks the protocol; the sequence goes on without its drafter."""
 
 
-@dataclass(frozen=True)
+# Not frozen: that triples the time of making one, and a step makes several for each sequence.
+@dataclass(slots=True, eq=False)
 class DraftTokens:
     """Draft tokens and their q, [num_tokens] and twice [num_tokens, m]; a row of zero weights is one-hot."""
 
@@ -30,6 +32,11 @@ class DraftTokens:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+    @property
+    def num_bytes(self) -> int:
+        """What they took on the wire: ids of 4 bytes, weights of 2."""
+        return 4 * len(self.token_ids) + 6 * self.candidate_ids.size
 
     def part(self, start: int, end: int | None = None) -> DraftTokens:
         """The draft tokens from `start` up to `end`."""
@@ -53,7 +60,7 @@ class ProposalBuffer:
         self._drafts = NO_DRAFT_TOKENS
 
     def __len__(self) -> int:
-        return len(self._drafts)
+        return len(self._drafts.token_ids)
 
     def offer(self, epoch: int, position: int, drafts: DraftTokens, committed: list[int]) -> None:
         """Take in a proposal that has just arrived. Raises ProposalError when it breaks the protocol."""
@@ -62,35 +69,36 @@ class ProposalBuffer:
         if epoch < self.epoch:
             self.num_stale += len(drafts)
             return
-        next_position = len(committed) + len(self._drafts)
-        if position > next_position or (len(self._drafts) and position != next_position):
+        num_waiting = len(self)
+        next_position = len(committed) + num_waiting
+        if position > next_position or (num_waiting and position != next_position):
             raise ProposalError(f"position: {position} leaves a gap or repeats, {next_position} comes next")
-        if len(self._drafts) + len(drafts) > MAX_BUFFERED_TOKENS:
+        if num_waiting + len(drafts) > MAX_BUFFERED_TOKENS:
             raise ProposalError(f"token_ids: more than {MAX_BUFFERED_TOKENS} draft tokens wait for this sequence")
-        # Tokens committed while the proposal was on its way: compare them now, as the drafter does with the verdict.
-        overtaken = committed[position : position + len(drafts)]
-        if overtaken != drafts.token_ids[: len(overtaken)]:
-            self.epoch += 1
-            self.num_stale += len(drafts)
-            return
-        self.num_stale += len(overtaken)
-        fresh = drafts.part(len(overtaken))
-        self._drafts = concatenate([self._drafts, fresh]) if len(self._drafts) else fresh
+        if position < len(committed):
+            # Committed while the proposal was on its way: compared now, as the drafter does with the verdict.
+            overtaken = committed[position : position + len(drafts)]
+            if overtaken != drafts.token_ids[: len(overtaken)]:
+                self.epoch += 1
+                self.num_stale += len(drafts)
+                return
+            self.num_stale += len(overtaken)
+            drafts = drafts.part(len(overtaken))
+        self._drafts = concatenate([self._drafts, drafts]) if num_waiting else drafts
 
     def peek(self, num_tokens: int) -> DraftTokens:
         """The next draft tokens, `num_tokens` at most; they stay until `commit`."""
-        return self._drafts.part(0, num_tokens)
+        return self._drafts if num_tokens >= len(self) else self._drafts.part(0, num_tokens)
 
-    def commit(self, token_ids: Sequence[int]) -> None:
+    def commit(self, token_ids: list[int]) -> None:
         """Compare newly committed tokens with the proposals at their positions, and move on."""
-        for index, token_id in enumerate(token_ids):
-            if index >= len(self._drafts):
-                break
-            if self._drafts.token_ids[index] != token_id:
-                self.epoch += 1
-                self._drafts = NO_DRAFT_TOKENS
-                return
-        self._drafts = self._drafts.part(len(token_ids))
+        proposed = self._drafts.token_ids
+        num_compared = min(len(token_ids), len(proposed))
+        if proposed[:num_compared] != token_ids[:num_compared]:
+            self.epoch += 1
+            self._drafts = NO_DRAFT_TOKENS
+        else:
+            self._drafts = self._drafts.part(num_compared) if num_compared < len(proposed) else NO_DRAFT_TOKENS
 
     def clear(self) -> None:
         """Forget everything: the drafter is gone."""
@@ -105,56 +113,71 @@ def parse_proposals(
     Wrong, with the field's name, is what would make verification wrong: ids outside the vocabulary, a q that does not
     sum to 1, names a candidate twice or gives the draft token no weight.
     """
-    parsed = [_parse(proposal) for proposal in proposals]
-    good = [drafts for drafts in parsed if isinstance(drafts, DraftTokens)]
     try:
         # All at once: one by one, the checks of a large batch would take as long as its forward pass.
-        _check(good, vocabulary_size)
-    except ProposalError:
-        return [drafts if isinstance(drafts, ProposalError) else _checked(drafts, vocabulary_size) for drafts in parsed]
+        return [*_parse(proposals, vocabulary_size)]
+    except ProposalError as error:
+        if len(proposals) == 1:
+            return [error]
+    return [parsed for proposal in proposals for parsed in parse_proposals([proposal], vocabulary_size)]
+
+
+def _parse(proposals: Sequence[drafter_pb2.Proposal], vocabulary_size: int) -> list[DraftTokens]:
+    token_ids: list[list[int]] = []
+    packed: list[tuple[bytes, bytes]] = []
+    alike: dict[int, list[int]] = defaultdict(list)  # by the number of candidates: which proposals
+    for index, proposal in enumerate(proposals):
+        ids, weights = proposal.candidate_ids, proposal.candidate_weights
+        token_ids.append(_unpack_tokens(proposal.token_ids))
+        packed.append((ids, weights))
+        try:
+            alike[candidates_per_token(ids, weights, len(token_ids[-1]))].append(index)
+        except ValueError as error:
+            raise ProposalError(f"candidate_ids: {error}") from error
+    parsed = [NO_DRAFT_TOKENS] * len(proposals)
+    for indexes in alike.values():
+        tokens = np.array([token_id for index in indexes for token_id in token_ids[index]])
+        ids, weights = (b"".join([packed[index][part] for index in indexes]) for part in (0, 1))
+        candidate_ids, candidate_weights = unpack_candidates(ids, weights, len(tokens))
+        _check(tokens, candidate_ids, candidate_weights, vocabulary_size)
+        start = 0
+        for index in indexes:
+            end = start + len(token_ids[index])
+            parsed[index] = DraftTokens(token_ids[index], candidate_ids[start:end], candidate_weights[start:end])
+            start = end
     return parsed
 
 
-def _parse(proposal: drafter_pb2.Proposal) -> DraftTokens | ProposalError:
+def _unpack_tokens(data: bytes) -> list[int]:
     try:
-        token_ids = unpack_tokens(proposal.token_ids)
+        token_ids = unpack_tokens(data)
     except ValueError as error:
-        return ProposalError(f"token_ids: {error}")
+        raise ProposalError(f"token_ids: {error}") from error
     if not 1 <= len(token_ids) <= MAX_DRAFT_TOKENS:
-        return ProposalError(f"token_ids: {len(token_ids)} draft tokens, must be 1 to {MAX_DRAFT_TOKENS}")
-    try:
-        ids, weights = unpack_candidates(proposal.candidate_ids, proposal.candidate_weights, len(token_ids))
-    except ValueError as error:
-        return ProposalError(f"candidate_ids: {error}")
-    return DraftTokens(token_ids, ids, weights)
+        raise ProposalError(f"token_ids: {len(token_ids)} draft tokens, must be 1 to {MAX_DRAFT_TOKENS}")
+    return token_ids
 
 
-def _checked(drafts: DraftTokens, vocabulary_size: int) -> DraftTokens | ProposalError:
-    try:
-        _check([drafts], vocabulary_size)
-    except ProposalError as error:
-        return error
-    return drafts
-
-
-def _check(proposals: Sequence[DraftTokens], vocabulary_size: int) -> None:
-    drafts = concatenate(proposals)
-    token_ids = np.asarray(drafts.token_ids, dtype=np.int64)
-    if (token_ids >= vocabulary_size).any():
+def _check(
+    token_ids: npt.NDArray[np.int64],  # [num_tokens]
+    candidate_ids: npt.NDArray[np.int32],  # [num_tokens, m]
+    candidate_weights: npt.NDArray[np.int32],  # [num_tokens, m]
+    vocabulary_size: int,
+) -> None:
+    if token_ids.max() >= vocabulary_size:
         raise ProposalError(f"token_ids: {token_ids.max()} is not below the vocabulary size {vocabulary_size}")
-    ids, weights = drafts.candidate_ids, drafts.candidate_weights
-    if not ids.size:
+    if not candidate_ids.size:
         return
-    totals = weights.sum(axis=1)
+    totals = candidate_weights.sum(axis=1)
     if ((totals != WEIGHT_TOTAL) & (totals != 0)).any():
         raise ProposalError(f"candidate_weights: a row must sum to {WEIGHT_TOTAL} or be all zero")
-    has_weight = weights > 0
-    # Padding gets ids of its own, below zero and all different, so that only real candidates can collide.
-    padding = np.arange(-1, -1 - ids.shape[1], -1, dtype=np.int32)
-    if ((ids < 0) & has_weight).any() or (ids.max(where=has_weight, initial=0) >= vocabulary_size):
+    has_weight = candidate_weights > 0
+    if ((candidate_ids.view(np.uint32) >= vocabulary_size) & has_weight).any():
         raise ProposalError(f"candidate_ids: an id is not below the vocabulary size {vocabulary_size}")
-    own = np.where(has_weight, ids, padding)
-    if ((own == token_ids[:, None]).sum(axis=1) < (totals != 0)).any():
+    # Padding gets ids of its own, below zero and all different, so that only real candidates can collide.
+    padding = np.arange(-1, -1 - candidate_ids.shape[1], -1, dtype=np.int32)
+    own = np.where(has_weight, candidate_ids, padding)
+    if ((own == token_ids.astype(np.int32)[:, None]).any(axis=1) < (totals != 0)).any():
         raise ProposalError("candidate_weights: a draft token has no weight in its own distribution")
     own.sort(axis=1)
     if (own[:, 1:] == own[:, :-1]).any():

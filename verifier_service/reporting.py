@@ -16,7 +16,7 @@ from verifier_service.step_metrics import StepMetrics
 from verifier_service.verify import Verified
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: one for each sequence of a step
 class Committed:
     """What a step did to one sequence."""
 
@@ -77,7 +77,7 @@ class Reporter:
         update = output.session(sequence.session_id).updates.add(
             sequence_id=sequence.sequence_id,
             token_ids=pack_tokens(token_ids),
-            origins=bytes(verified.origins[: len(token_ids)]),
+            origins=verified.origins[: len(token_ids)],
             logprobs=verified.logprobs[: len(token_ids)],
             num_draft_tokens=part.num_drafts,
             num_accepted_tokens=committed.num_accepted,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from engine.block_manager import BlockManager
 from kernels.limits import MAX_DRAFT_TOKENS
@@ -18,7 +19,7 @@ from verifier_service.sequence import LinkKey, TargetSequence
 MAX_STEPS_LEFT_OUT = 4
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: one for each sequence of a step
 class Scheduled:
     """A sequence's part of a step: `num_new` tokens that are committed but not computed, then `num_drafts` drafts.
 
@@ -38,9 +39,21 @@ class Scheduled:
         return self.num_new + self.num_drafts
 
 
+class _Ready(NamedTuple):
+    """A sequence that could take part in a step. Whoever compares less goes first."""
+
+    # Prompts fill what decoding leaves, unless they were left out for long.
+    is_last: bool
+    # Whoever has waited longest goes first, so that a budget that is too small for all starves nobody.
+    last_turn: tuple[int, int]
+    place: int  # by admission: no two have the same, so that sequences themselves are never compared
+    sequence: TargetSequence
+    num_drafts: int  # draft tokens that the step would verify
+
+
 @dataclass(frozen=True)
 class _Candidates:
-    ready: dict[TargetSequence, int]  # with the draft tokens that a step would verify
+    ready: list[_Ready]
     num_speculating: int
     num_groups: int
     waiting: set[LinkKey]  # drafters whose proposals shall wait for more
@@ -127,21 +140,23 @@ class Scheduler:
     def _continue_running(self, scheduled: dict[TargetSequence, Scheduled], budget: int) -> int:
         candidates = self._candidates()
         num_verified_left = -(-candidates.num_speculating // candidates.num_groups)
-        for sequence in sorted(candidates.ready, key=self._order):
-            num_drafts = candidates.ready[sequence]
+        for *_, sequence, num_drafts in sorted(candidates.ready):
             if num_drafts:
                 if num_verified_left == 0 or sequence.drafter in candidates.waiting:
                     continue
                 num_verified_left -= 1
             # A sequence that came before may have preempted this one to make room.
-            num_drafts = num_drafts or _num_drafts(sequence)
-            part = self._fit(sequence, budget, num_drafts) if sequence in self.running else None
+            if sequence not in self.running:
+                continue
+            part = self._fit(sequence, budget, num_drafts or _num_drafts(sequence))
             if part is None:
                 continue
             victims = self._make_room(part)
             if victims is None:
                 break
-            budget += sum(scheduled.pop(victim).num_tokens for victim in victims if victim in scheduled)
+            for victim in victims:
+                if victim in scheduled:
+                    budget += scheduled.pop(victim).num_tokens
             if sequence not in victims:
                 scheduled[sequence] = part
                 budget -= part.num_tokens
@@ -149,11 +164,11 @@ class Scheduler:
 
     def _candidates(self) -> _Candidates:
         """Who could take part in a step. One pass that looks at everything once: it stands between two steps."""
-        ready: dict[TargetSequence, int] = {}
+        ready: list[_Ready] = []
         num_speculating = 0
         num_ready: Counter[LinkKey] = Counter()
         num_missing: Counter[LinkKey] = Counter()
-        for sequence in self.running:
+        for place, sequence in enumerate(self.running):
             drafter = sequence.drafter
             # As `is_speculating` and `_num_drafts` say.
             room = sequence.num_wanted_drafts if drafter is not None and sequence.num_committed_here else 0
@@ -161,27 +176,23 @@ class Scheduler:
             if sequence.num_in_flight:
                 if room and drafter is not None:
                     num_missing[drafter] += 1
-            elif not room or drafter is None or sequence.num_missing > 1:
-                ready[sequence] = 0
-            elif num_drafts := min(len(sequence.proposals), room):
-                ready[sequence] = num_drafts
-                num_ready[drafter] += 1
-            elif sequence.is_waiting_for_proposal:
-                num_missing[drafter] += 1
-            else:
-                ready[sequence] = 0
+                continue
+            num_drafts, is_prompt = 0, sequence.num_missing > 1
+            if room and drafter is not None and not is_prompt:
+                num_drafts = min(len(sequence.proposals), room)
+                if num_drafts:
+                    num_ready[drafter] += 1
+                elif sequence.is_waiting_for_proposal:
+                    num_missing[drafter] += 1
+                    continue
+            is_last = is_prompt and self._step - sequence.last_turn[0] <= MAX_STEPS_LEFT_OUT
+            ready.append(_Ready(is_last, sequence.last_turn, place, sequence, num_drafts))
         # With many of them, two halves: while the target verifies one, the drafter works for the other.
         num_groups = 1 if num_speculating < self._split_from else 2
         waiting: set[LinkKey] = set()
         if self._gathering is not None:
             waiting = self._gathering.waiting(num_ready, num_missing, num_groups=num_groups)
         return _Candidates(ready, num_speculating, num_groups, waiting)
-
-    def _order(self, sequence: TargetSequence) -> tuple[bool, tuple[int, int]]:
-        # Prompts fill what decoding leaves, unless they were left out for long. Whoever has waited longest goes first,
-        # so that a budget that is too small for all starves nobody.
-        is_prompt = sequence.num_missing > 1 and self._step - sequence.last_turn[0] <= MAX_STEPS_LEFT_OUT
-        return is_prompt, sequence.last_turn
 
     def _admit_waiting(self, scheduled: dict[TargetSequence, Scheduled], budget: int) -> list[TargetSequence]:
         admitted = []

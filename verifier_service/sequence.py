@@ -84,6 +84,8 @@ class TargetSequence:
     def __post_init__(self) -> None:
         # Stays when the sequence has left its drafter.
         self.drafter_address = self.drafter.address if self.drafter is not None else ""
+        # Tokens that end the sequence.
+        self.last_token_ids = self.eos_token_ids | self.stop_token_ids
 
     @property
     def subject(self) -> Subject:
@@ -98,12 +100,13 @@ class TargetSequence:
     @property
     def num_missing(self) -> int:
         """Tokens whose keys and values are not computed."""
-        return self.length - self.num_computed
+        return len(self.token_ids) - self.num_computed
 
     @property
     def num_wanted_drafts(self) -> int:
         """Most draft tokens that a step could use: the step commits one more token than it accepts."""
-        return max(min(self.max_draft_tokens, self.length_limit - self.length - 1), 0)
+        room = self.length_limit - len(self.token_ids) - 1
+        return self.max_draft_tokens if room >= self.max_draft_tokens else max(room, 0)
 
     @property
     def is_in_flight(self) -> bool:

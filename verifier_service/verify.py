@@ -11,6 +11,7 @@ import torch
 
 from engine.batch import SequenceSlice
 from engine.sampling_tensors import SamplingTensors, penalized
+from kernels.limits import MAX_DRAFT_TOKENS
 from kernels.logprobs import token_logprobs
 from kernels.penalties import Penalties
 from kernels.rejection_sample import rejection_sample
@@ -21,14 +22,18 @@ from verifier_service.scheduler import Scheduled
 from verifier_service.target import Target
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True)  # not frozen: one for each sequence of a step
 class Verified:
     """What a step commits to one sequence: the accepted draft tokens and one token of the target's own."""
 
     token_ids: list[int]
     num_accepted: int
-    origins: Sequence[int]  # a TokenOrigin each
+    origins: bytes  # a TokenOrigin each
     logprobs: Sequence[common_pb2.PositionLogprobs]  # one each, or none at all
+
+
+_ACCEPTED = bytes([common_pb2.TOKEN_ORIGIN_ACCEPTED] * MAX_DRAFT_TOKENS)
+_LAST = {origin: bytes([origin]) for origin in common_pb2.TokenOrigin.values()}
 
 
 class Launched:
@@ -187,7 +192,7 @@ def _verified(
     return Verified(
         token_ids=token_ids,
         num_accepted=num_accepted,
-        origins=[common_pb2.TOKEN_ORIGIN_ACCEPTED] * num_accepted + [last],
+        origins=_ACCEPTED[:num_accepted] + _LAST[last],
         logprobs=logprobs,
     )
 

@@ -148,7 +148,7 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         self._say(verifier_pb2.DecodeResponse(is_draining=True))
 
     def _say(self, frame: verifier_pb2.DecodeResponse) -> None:
-        # A gateway counts a link as ready before its stream has reached the verifier; such a stream's first frame says it.
+        # A gateway may count a link as ready before its stream is here, whose first frame will say it.
         if self._outgoing is not None:
             self._outgoing.put_nowait(frame)
 

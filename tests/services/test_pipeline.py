@@ -241,7 +241,7 @@ def test_few_sequences_of_a_drafter_are_verified_together(monkeypatch: pytest.Mo
     for _ in range(100):
         gathered.began([ready])
         clock.now += 0.01
-        gathered.answered(ready)
+        gathered.answered(ready, clock.now)
     assert verified(scheduler) == {elsewhere}
     assert gathered.time_left() == pytest.approx(0.015, rel=0.01)
     clock.now += 0.016
