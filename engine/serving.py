@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import signal
 import sys
@@ -97,7 +98,7 @@ class Server:
         self._security = ServerSecurity(settings)
         self._metrics = metrics
         self._component = component
-        self._phase = Phase.LOADING
+        self.phase = Phase.LOADING
         names = [registration.full_name for registration in registrations]
         self._health = Health(names)
         self._server = grpc.aio.server(
@@ -123,8 +124,11 @@ class Server:
         """host:port of the port with health checks alone, empty where there is none."""
         return self._health.address
 
-    async def start(self) -> None:
-        """Bind, then start the component. Raises OSError when the address is taken."""
+    async def start(self, *, owns_process: bool = False) -> None:
+        """Bind, then start the component. Raises OSError when the address is taken.
+
+        `owns_process`: nothing else lives in this process, whose garbage collector may be told what to pass over.
+        """
         await self._health.start(self._settings.health_listen)
         if self._metrics is not None:
             loop = asyncio.get_running_loop()
@@ -139,13 +143,15 @@ class Server:
         await self._server.start()
         logger.info("listening on %s%s, loading", self.address, " by TLS" if self._security.is_encrypted else "")
         await self._component.start()
-        self._phase = Phase.SERVING
+        if owns_process:
+            _spare_collector()
+        self.phase = Phase.SERVING
         await self._health.set_ready(True)
         logger.info("serving on %s", self.address)
 
     async def stop(self) -> None:
         """Report NOT_SERVING, drain for at most `drain_seconds`, then stop."""
-        self._phase = Phase.DRAINING
+        self.phase = Phase.DRAINING
         await self._health.set_ready(False)
         logger.info("draining")
         try:
@@ -172,7 +178,7 @@ class Server:
     def _gate(self, context: Any) -> None:
         self._security.check_caller(context)
         # While draining, each component decides for itself: what runs goes on, what is new is refused.
-        if self._phase is Phase.LOADING:
+        if self.phase is Phase.LOADING:
             raise UnavailableError("the service is still loading", retry_delay_seconds=1.0)
 
 
@@ -212,6 +218,15 @@ def channel_options(
     return options
 
 
+def _spare_collector() -> None:
+    """Keep what start-up has made out of all garbage collections from now on.
+
+    With a model there are some 360,000 objects. Going through them took 160 ms, in which no step began.
+    """
+    gc.collect()
+    gc.freeze()
+
+
 def run(make_server: Callable[[], Server], *, busy_poll_seconds: float = 0.0) -> int:
     """Run a service until SIGTERM or SIGINT; the process's exit status. A second signal ends it at once.
 
@@ -238,7 +253,7 @@ async def _run(make_server: Callable[[], Server]) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, on_signal)
-    starting = asyncio.create_task(server.start())
+    starting = asyncio.create_task(server.start(owns_process=True))
     stopping = asyncio.create_task(stop.wait())
     await asyncio.wait({starting, stopping}, return_when=asyncio.FIRST_COMPLETED)
     if stop.is_set() and not starting.done():
