@@ -1,6 +1,6 @@
 """Time of the host's work around a step: both engines and what travels between them, with models that take no time.
 
-    python -m benchmarks.host [--out FILE]
+    python -m benchmarks.host --out FILE
 
 Needs no GPU. Both engines run in this process with the layouts of their CUDA graphs; tables answer in place of models.
 Counted is the CPU time of the one thread, stage by stage, on the way from the results of a step to the launch of the
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -26,7 +25,8 @@ import numpy as np
 import torch
 
 import verifier_service.engine
-from benchmarks.records import Recorder, table
+from benchmarks import goals
+from benchmarks.records import Record, Recorder, of_kind, remarks, table
 from drafter_service.draft_graph import DraftGraph, DraftGraphs
 from drafter_service.engine import DrafterEngine, EngineOutput, FrameArrived, SessionOutput
 from drafter_service.model_drafter import ModelDrafter
@@ -45,7 +45,6 @@ from verifier_service.verify import Verified
 K = 4
 SPLIT_FROM = 16  # as the verifier's setting
 LINK = LinkKey("drafter:1", 1)
-GOAL_MICROSECONDS = 400  # of the verifier's stages, batch 64
 
 # In the order of the way; those behind `launch` are done while the device works.
 STAGES = {
@@ -268,6 +267,17 @@ def _prompt_step(target: Any, batch: Sequence[Scheduled]) -> list[Verified | Non
     return [Verified([5], 0, plain, []) if part.is_sampled else None for part in batch]
 
 
+def summary(records: Sequence[Record]) -> str:
+    """The table of what was recorded."""
+    found = of_kind(records, "host")
+    rows: list[list[object]] = [[name, *(record["microseconds"][name] for record in found)] for name in STAGES]
+    for row, stages in (("verifier's, on the way", _VERIFIERS), ("all, on the way", _ON_THE_WAY)):
+        rows.append([row, *(sum(record["microseconds"][stage] for stage in stages) for record in found)])
+    headers = ("stage", *(f"batch {record['batch_size']}" for record in found))
+    goal = 1e3 * goals.HOST_MS[64]
+    return f"CPU time around a step, us (goal of the verifier's at batch 64: {goal:.0f})\n{table(headers, rows)}"
+
+
 def measure(batch_size: int, *, num_candidates: int, num_turns: int) -> Stopwatch:
     """Time `num_turns` steps of the verifier, after as many that warm up, up to fifty."""
     watch = Stopwatch()
@@ -311,20 +321,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--candidates", type=int, default=128, help="of a draft token (default %(default)s)")
     parser.add_argument("--turns", type=int, default=400, help="steps measured (default %(default)s)")
+    parser.add_argument("--budget-seconds", type=float, default=60.0, help="begin no new batch size after this")
+    parser.add_argument("--tiny", action="store_true", help="few steps, to see that it works")
     options = parser.parse_args(arguments)
-    sys.setswitchinterval(0.0002)
     recorder = Recorder(options.out, "host", torch.device("cpu"))
-    columns = []
+    deadline = time.monotonic() + options.budget_seconds
     for batch_size in options.batch_sizes:
-        watch = measure(batch_size, num_candidates=options.candidates, num_turns=options.turns)
+        if time.monotonic() > deadline:
+            recorder.write("left_out", what=f"batch {batch_size}")
+            continue
+        num_turns = 20 if options.tiny else options.turns
+        watch = measure(batch_size, num_candidates=options.candidates, num_turns=num_turns)
         found = {name: watch.microseconds(name) for name in STAGES}
         recorder.write("host", batch_size=batch_size, num_candidates=options.candidates, microseconds=found)
-        columns.append(found)
-    rows: list[list[object]] = [[name, *(found[name] for found in columns), STAGES[name]] for name in STAGES]
-    for name, stages in (("verifier's, on the way", _VERIFIERS), ("all, on the way", _ON_THE_WAY)):
-        rows.append([name, *(sum(found[stage] for stage in stages) for found in columns), ""])
-    print(f"CPU time around a step, medians, us (goal of the verifier's at batch 64: {GOAL_MICROSECONDS})")
-    print(table(("stage", *(f"batch {size}" for size in options.batch_sizes), ""), rows))
+    print(f"{summary(recorder.records)}{remarks(recorder.records)}")
     return 0
 
 

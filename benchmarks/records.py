@@ -103,6 +103,7 @@ def environment(device: torch.device) -> Record:
         **{name: _version(name) for name in _PACKAGES},
         "cuda": torch.version.cuda if is_cuda else None,
         "device": torch.cuda.get_device_name(device) if is_cuda else platform.machine(),
+        "cpu": _cpu(),
         "num_gpus": torch.cuda.device_count(),
     }
 
@@ -136,6 +137,15 @@ def _cell(value: object) -> str:
     if isinstance(value, float):
         return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}" if abs(value) < 0.1 else f"{value:.2f}"
     return str(value)
+
+
+def _cpu() -> str | None:
+    """The processor's name, where the system tells."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return None
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
 
 
 def _version(package: str) -> str | None:

@@ -36,12 +36,14 @@ class Part:
     name: str
     seconds: float
     needs_pair: bool = True
+    has_device: bool = True
 
 
 PARTS = (
     Part("pair", 130.0, needs_pair=False),
     Part("steps", 110.0),
     Part("sampling", 55.0, needs_pair=False),
+    Part("host", 15.0, needs_pair=False, has_device=False),
     Part("serve", 160.0),
     Part("cycle", 80.0),
     Part("peers", 45.0),
@@ -82,7 +84,7 @@ def command_of(part: Part, options: argparse.Namespace, pair: Path, seconds: flo
     command = [sys.executable, "-m", f"benchmarks.{part.name}"]
     if options.tiny:
         command.append("--tiny")
-    if options.device != "auto":
+    if options.device != "auto" and part.has_device:
         command += ["--device", options.device]
     if part.name == "pair":
         return [*command, "--out", str(pair), "--agreement", str(options.agreement), "--seed", str(options.seed)]

@@ -168,7 +168,7 @@ def _check(
         raise ProposalError(f"token_ids: {token_ids.max()} is not below the vocabulary size {vocabulary_size}")
     if not candidate_ids.size:
         return
-    totals = candidate_weights.sum(axis=1)
+    totals = np.add.reduce(candidate_weights, axis=1, dtype=np.int32)  # MAX_CANDIDATES weights of 16 bits fit
     if ((totals != WEIGHT_TOTAL) & (totals != 0)).any():
         raise ProposalError(f"candidate_weights: a row must sum to {WEIGHT_TOTAL} or be all zero")
     has_weight = candidate_weights > 0
@@ -176,7 +176,8 @@ def _check(
         raise ProposalError(f"candidate_ids: an id is not below the vocabulary size {vocabulary_size}")
     # Padding gets ids of its own, below zero and all different, so that only real candidates can collide.
     padding = np.arange(-1, -1 - candidate_ids.shape[1], -1, dtype=np.int32)
-    own = np.where(has_weight, candidate_ids, padding)
+    own = candidate_ids.copy()
+    np.copyto(own, padding, where=~has_weight)  # less than half the time of np.where
     if ((own == token_ids.astype(np.int32)[:, None]).any(axis=1) < (totals != 0)).any():
         raise ProposalError("candidate_weights: a draft token has no weight in its own distribution")
     own.sort(axis=1)
