@@ -8,6 +8,7 @@ DRAFTER_LOOP_MS = {1: 3.3, 64: 4.0}  # K = 4, sampling included
 SAMPLING_MS = {1: 0.03, 32: 0.06, 256: 0.20}  # K = 4
 FILTERED_SAMPLING_FACTOR = 2.5  # top-k and top-p, over the time without
 HOST_MS = {64: 0.4}  # the host's work between two target steps, gRPC's left out
+LOADING_SECONDS = 30.0  # "well under"
 PLAIN_TOKENS_PER_SECOND = {1: 212.0, 8: 1_640.0, 32: 5_900.0, 64: 10_500.0}
 SPECULATIVE_TOKENS_PER_SECOND = {1: 410.0, 8: 2_930.0, 32: 9_600.0, 64: 14_200.0}  # K = 4, temperature 1
 

@@ -15,6 +15,7 @@ class ProcessStats:
 
     cpu_seconds: float  # user and system, since it started
     rss_mb: float
+    anonymous_bytes: int  # of its memory, what is no file's
     num_fds: int
     num_threads: int
 
@@ -28,6 +29,7 @@ class ProcessStats:
         return cls(
             cpu_seconds=(int(fields[11]) + int(fields[12])) / _TICKS,
             rss_mb=int(status["VmRSS"].split()[0]) / 1024,
+            anonymous_bytes=int(status["RssAnon"].split()[0]) * 1024,
             num_fds=len(os.listdir(process / "fd")),
             num_threads=int(status["Threads"]),
         )

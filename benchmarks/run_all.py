@@ -40,13 +40,14 @@ class Part:
 
 
 PARTS = (
-    Part("pair", 130.0, needs_pair=False),
-    Part("steps", 110.0),
-    Part("sampling", 55.0, needs_pair=False),
+    Part("pair", 120.0, needs_pair=False),
+    Part("loading", 50.0),
+    Part("steps", 100.0),
+    Part("sampling", 50.0, needs_pair=False),
     Part("host", 15.0, needs_pair=False, has_device=False),
-    Part("serve", 160.0),
-    Part("cycle", 80.0),
-    Part("peers", 45.0),
+    Part("serve", 155.0),
+    Part("cycle", 70.0),
+    Part("peers", 40.0),
 )
 
 

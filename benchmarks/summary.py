@@ -11,10 +11,11 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import cycle, host, peers, sampling, serve, steps
+from benchmarks import cycle, host, loading, peers, sampling, serve, steps
 from benchmarks.records import Record, of_kind, read_records, remarks
 
 _SUMMARIES: dict[str, Callable[[Sequence[Record]], str]] = {
+    "loading": loading.summary,
     "steps": steps.summary,
     "sampling": sampling.summary,
     "host": host.summary,
