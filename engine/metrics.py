@@ -114,7 +114,10 @@ class ServiceMetrics:
         logger.info("metrics on http://%s/metrics", self.address)
 
     def stop(self) -> None:
-        """Close the endpoint and export what is left; blocks for as long as that takes."""
+        """Close the endpoint and export what is left; blocks for as long as that takes, FLUSH_SECONDS or a little more.
+
+        What cannot be exported is lost, with a warning.
+        """
         if self._server is not None:
             server, thread = self._server
             self._server = None
@@ -122,8 +125,12 @@ class ServiceMetrics:
             server.server_close()
             thread.join()
         if self._provider is not None:
-            self._provider.shutdown(timeout_millis=FLUSH_SECONDS * 1e3)
-            self._provider = None
+            provider, self._provider = self._provider, None
+            try:
+                provider.shutdown(timeout_millis=FLUSH_SECONDS * 1e3)
+            except Exception as error:  # the SDK raises no type of its own
+                # A collector that does not answer is no reason to end as if something had gone wrong here.
+                logger.warning("the last metrics were not exported: %s", error)
 
     def _export_to(self, exporters: Iterable[MetricExporter], *, is_scraped: bool) -> None:
         histograms = _Histograms([made for made in self.instruments if isinstance(made, Histogram)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 import threading
 import time
@@ -256,14 +257,24 @@ def test_numbers_arrive_over_otlp(receiver: tuple[Receiver, str], monkeypatch: p
     assert point.attributes[0].key == "machine"
 
 
-def test_a_collector_that_does_not_answer_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Catches a service that outlives its drain because nobody wants its last numbers."""
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
-    monkeypatch.setattr(engine.metrics, "FLUSH_SECONDS", 0.5)
-    metrics = Workshop.from_environment(is_scraped=False)
-    began = time.monotonic()
-    metrics.stop()
-    assert time.monotonic() - began < 4.0
+@pytest.mark.parametrize("is_scraped", [False, True])
+@pytest.mark.parametrize("is_silent", [False, True])
+def test_a_collector_that_does_not_answer_holds_nobody_up(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, *, is_scraped: bool, is_silent: bool
+) -> None:
+    """Catches a service that outlives its drain, or ends with an error, because nobody takes its last numbers."""
+    with socket.create_server(("127.0.0.1", 0)) as collector:
+        # It accepts connections and says nothing, or there is nobody.
+        address = f"127.0.0.1:{collector.getsockname()[1] if is_silent else 9}"
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://{address}")
+        monkeypatch.setattr(engine.metrics, "FLUSH_SECONDS", 0.5)
+        metrics = Workshop.from_environment(is_scraped=is_scraped)
+        began = time.monotonic()
+        metrics.stop()
+        assert time.monotonic() - began < 4.0
+    assert not metrics.is_enabled
+    # With two readers the SDK finds that there is no time left for the second, and raises.
+    assert ("the last metrics were not exported" in caplog.text) == is_scraped
 
 
 def test_each_kind_says_what_it_is() -> None:

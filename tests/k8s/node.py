@@ -31,6 +31,7 @@ from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc
 
 # Its own address, where the collector is.
 NODE = "10.42.0.1"
+BRIDGE = "02:00:0a:2a:00:01"
 
 
 @dataclass(frozen=True)
@@ -177,7 +178,9 @@ async def run(plan: Plan, directory: Path) -> Report:
     """Start everything at once, wait until it is ready, ask, and end it again."""
     report = Report()
     sh("ip", "link", "set", "lo", "up")
-    sh("ip", "link", "add", "br0", "type", "bridge")
+    # With an address of its own: else it has the lowest of its ports', which changes when the first pod is gone, and
+    # what the others send to the node for their last exports is lost until they have asked for the address again.
+    sh("ip", "link", "add", "br0", "address", BRIDGE, "type", "bridge")
     sh("ip", "address", "add", f"{NODE}/24", "dev", "br0")
     sh("ip", "link", "set", "br0", "up")
     processes = {pod.name: start(pod, plan.hosts, directory) for pod in plan.pods}
