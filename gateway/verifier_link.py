@@ -7,7 +7,7 @@ import contextlib
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import TypeVar
 
 import grpc
@@ -60,7 +60,7 @@ class VerifierLink:
         self.address = endpoint.address
         # Set from the handshake until the connection breaks.
         self.model: ServedModel | None = None
-        # Whether the stream is open.
+        # Whether the stream is open, which the verifier's first frame says.
         self.is_connected = False
         # Whether the verifier has said that it takes no new sequences.
         self.is_draining = False
@@ -202,11 +202,14 @@ class VerifierLink:
             # The pool goes first: a sequence may name a drafter only when the verifier knows it.
             self._has_new_pool = False
             await call.write(verifier_pb2.DecodeRequest(drafters=self._pool))
+            frames = aiter(call)
+            # It names the verifier's drafters: without it, the first sequences would seem to have none.
+            self._take(await _first(frames))
             self.is_connected = True
             logger.info("connected to verifier %s, model %s", self.address, model.name)
             self._on_change()
             writer = asyncio.create_task(self._write(call))
-            reader = asyncio.create_task(self._read(call))
+            reader = asyncio.create_task(self._read(frames))
             done, _ = await asyncio.wait({writer, reader}, return_when=asyncio.FIRST_COMPLETED)
             # The reader knows the status of a broken stream, the writer only that it is broken.
             await (reader if reader in done or await _ends_soon(reader) else writer)
@@ -241,29 +244,30 @@ class VerifierLink:
             self._has_outgoing.clear()
         return frame
 
-    async def _read(
-        self, call: grpc.aio.StreamStreamCall[verifier_pb2.DecodeRequest, verifier_pb2.DecodeResponse]
-    ) -> None:
-        async for frame in call:
-            for update in _parsed(frame).updates:
-                # Updates of a sequence that was just closed may still be on their way.
-                decoding = self._decodings.get(update.sequence_id)
-                if decoding is None:
-                    continue
-                if update.HasField("ended"):
-                    del self._decodings[update.sequence_id]
-                decoding.deliver(update)
-            self._end_if_idle()
-            if frame.HasField("load"):
-                self.load = frame.load
-            if frame.is_draining and not self.is_draining:
-                logger.info("verifier %s is draining", self.address)
-                self.is_draining = True
-                self._on_change()
-                # What takes its place may be known already.
-                self._on_lost()
-            if frame.drafters:
-                self._take_drafters(frame.drafters)
+    async def _read(self, frames: AsyncIterator[verifier_pb2.DecodeResponse]) -> None:
+        async for frame in frames:
+            self._take(_parsed(frame))
+
+    def _take(self, frame: verifier_pb2.DecodeResponse) -> None:
+        for update in frame.updates:
+            # Updates of a sequence that was just closed may still be on their way.
+            decoding = self._decodings.get(update.sequence_id)
+            if decoding is None:
+                continue
+            if update.HasField("ended"):
+                del self._decodings[update.sequence_id]
+            decoding.deliver(update)
+        self._end_if_idle()
+        if frame.HasField("load"):
+            self.load = frame.load
+        if frame.is_draining and not self.is_draining:
+            logger.info("verifier %s is draining", self.address)
+            self.is_draining = True
+            self._on_change()
+            # What takes its place may be known already.
+            self._on_lost()
+        if frame.drafters:
+            self._take_drafters(frame.drafters)
 
     def _take_drafters(self, statuses: Iterable[verifier_pb2.DrafterStatus]) -> None:
         was_ready = {a for a, status in self.drafters.items() if status.state == verifier_pb2.DRAFTER_STATE_READY}
@@ -312,6 +316,17 @@ def _parsed(message: _Message | None) -> _Message:
     if message is None:
         raise UnavailableError("the verifier sent bytes that are no message", retry_delay_seconds=1.0)
     return message
+
+
+async def _first(frames: AsyncIterator[verifier_pb2.DecodeResponse]) -> verifier_pb2.DecodeResponse:
+    """The frame that opens the stream. Raises what the verifier refused the stream with, or UnavailableError."""
+    try:
+        async with asyncio.timeout(HANDSHAKE_SECONDS):
+            return _parsed(await anext(frames))
+    except StopAsyncIteration:
+        raise UnavailableError("the verifier ended the stream", retry_delay_seconds=1.0) from None
+    except TimeoutError:
+        raise UnavailableError("the verifier does not answer on its stream", retry_delay_seconds=1.0) from None
 
 
 async def _ends_soon(task: asyncio.Task[None]) -> bool:

@@ -75,6 +75,7 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
         self.closed: list[int] = []
         self.num_streams = 0
         self.is_draining = False
+        self.is_mute = False  # whether streams stay without an answer
         self.address = "127.0.0.1:0"
         self._opens: asyncio.Queue[verifier_pb2.OpenDecoding] = asyncio.Queue()
         self._outgoing: asyncio.Queue[verifier_pb2.DecodeResponse | None] | None = None
@@ -102,6 +103,8 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
 
     async def Decode(self, request_iterator: Any, context: Any) -> AsyncIterator[verifier_pb2.DecodeResponse]:
         self.num_streams += 1
+        if self.is_mute:
+            await asyncio.Event().wait()
         outgoing = self._outgoing = asyncio.Queue()
         outgoing.put_nowait(verifier_pb2.DecodeResponse(drafters=self.drafters, is_draining=self.is_draining))
         reader = asyncio.create_task(self._read(request_iterator))

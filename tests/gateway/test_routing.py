@@ -287,6 +287,36 @@ async def test_start_waits_for_a_verifier() -> None:
         await late.stop()
 
 
+async def test_a_verifier_without_a_first_frame_is_not_ready(
+    verifier: FakeVerifier,
+    other_verifier: FakeVerifier,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Catches sequences that go to a verifier which answers the handshake and then nothing."""
+    monkeypatch.setattr(verifier_link, "HANDSHAKE_SECONDS", 0.2)
+    verifier.script = other_verifier.script = one_token
+    verifier.is_mute = True
+    async with running_gateway(verifier, other_verifier) as running:
+        await eventually(lambda: verifier.num_streams >= 2)
+        assert [link.is_ready for link in running.links] == [False, True]
+        assert "the verifier does not answer on its stream" in caplog.text
+        await complete(running, token_ids=token_ids(1))
+        assert not verifier.opened
+        verifier.is_mute = False
+        await eventually(lambda: all(link.is_ready for link in running.links))
+
+
+async def test_a_verifier_that_is_ready_has_named_its_drafters(verifier: FakeVerifier) -> None:
+    """Catches first sequences that decode plainly because the drafters were not known yet."""
+    verifier.drafters = statuses(d1=READY)
+    verifier.script = one_token
+    async with running_gateway(verifier, drafters=("d1:1",), drafter_wait_seconds=0) as running:
+        await complete(running, token_ids=token_ids(1))
+    (opened,) = verifier.opened.values()
+    assert opened.drafter_address == "d1:1"
+
+
 async def test_lost_verifier_takes_its_view_of_the_drafters_with_it(verifier: FakeVerifier) -> None:
     verifier.drafters = statuses(d1=READY)
     async with running_gateway(verifier, drafters=("d1:1",)) as running:
