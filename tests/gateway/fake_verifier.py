@@ -129,7 +129,7 @@ class FakeVerifier(verifier_pb2_grpc.VerifierServiceServicer):
 
     async def next_open(self) -> verifier_pb2.OpenDecoding:
         """The next sequence that a gateway opens."""
-        return await asyncio.wait_for(self._opens.get(), 5)
+        return await asyncio.wait_for(self._opens.get(), 20)
 
     def send(self, *updates: Update) -> None:
         """One frame."""
@@ -269,7 +269,7 @@ def prompt_of(message: verifier_pb2.OpenDecoding) -> list[int]:
     return unpack_tokens(message.token_ids)
 
 
-async def eventually(condition: Callable[[], bool], seconds: float = 5.0) -> None:
+async def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     """Return once the condition holds; fail after that time."""
     async with asyncio.timeout(seconds):
         while not condition():

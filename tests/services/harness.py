@@ -273,7 +273,7 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, runner: ModelRunner, *, at_call: 
     monkeypatch.setattr(runner, "execute", failing)
 
 
-async def eventually(condition: Callable[[], Awaitable[bool] | bool], timeout: float = 10.0) -> None:
+async def eventually(condition: Callable[[], Awaitable[bool] | bool], timeout: float = 30.0) -> None:
     """Wait until the condition holds. Raises TimeoutError when it does not come to that."""
     async with asyncio.timeout(timeout):
         while True:
