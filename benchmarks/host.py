@@ -27,11 +27,11 @@ import torch
 import verifier_service.engine
 from benchmarks import goals
 from benchmarks.records import Record, Recorder, of_kind, remarks, table
+from benchmarks.sequences import speculating_sequence
 from drafter_service.draft_graph import DraftGraph, DraftGraphs
 from drafter_service.engine import DrafterEngine, EngineOutput, FrameArrived, SessionOutput
 from drafter_service.model_drafter import ModelDrafter
 from engine.block_manager import BlockManager
-from engine.sampling_parameters import SamplingParameters
 from engine.static_tensors import StaticTensors
 from outrider.v1 import common_pb2, drafter_pb2
 from verifier_service.decode_graph import DecodeGraph, DecodeGraphs
@@ -39,7 +39,7 @@ from verifier_service.engine import VerifierEngine
 from verifier_service.events import Event, LinkUp, ProposalsArrived, SequenceOpened, StepOutput
 from verifier_service.proposal_buffer import parse_proposals
 from verifier_service.scheduler import Scheduled
-from verifier_service.sequence import LinkKey, TargetSequence
+from verifier_service.sequence import LinkKey
 from verifier_service.verify import Verified
 
 K = 4
@@ -182,7 +182,13 @@ class Loop:
             target, max_running=batch_size, max_waiting=batch_size, split_from=SPLIT_FROM, draft_timeout=60.0
         )
         self._verifier.load()
-        self._inbox: list[Event] = [LinkUp(LINK, 0), *(SequenceOpened(_sequence(n)) for n in range(batch_size))]
+        sequences = [
+            speculating_sequence(
+                number, LINK, num_prompt_tokens=128, length_limit=_Runner.max_length, num_draft_tokens=K
+            )
+            for number in range(1, batch_size + 1)
+        ]
+        self._inbox: list[Event] = [LinkUp(LINK, 0), *map(SequenceOpened, sequences)]
         for owner, method, name in (
             (drafter, "draft", "draft"),
             (self._verifier._scheduler, "schedule", "schedule"),
@@ -230,28 +236,6 @@ class Loop:
         with self._watch.stage("check proposals"):
             drafts = parse_proposals(frame.proposals, _Runner.vocab_size)
         self._inbox.append(ProposalsArrived(LINK, frame, drafts))
-
-
-def _sequence(number: int) -> TargetSequence:
-    return TargetSequence(
-        session_id=1,
-        sequence_id=number,
-        link_sequence_id=number + 1,
-        token_ids=[3] * 128,
-        num_prompt_tokens=128,
-        sampling=SamplingParameters(temperature=1.0, seed=number),
-        length_limit=_Runner.max_length,
-        eos_token_ids=frozenset(),
-        stop_token_ids=frozenset(),
-        num_logprobs=None,
-        max_draft_tokens=K,
-        verification=common_pb2.VERIFICATION_UNSPECIFIED,
-        drafter=LINK,
-        traceparent="",
-        request_id=str(number),
-        arrived_ns=time.time_ns(),
-        history=None,
-    )
 
 
 def _prompts(planned: Sequence[Any]) -> list[Any]:

@@ -24,18 +24,18 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
 import verifier_service.engine
+from benchmarks.sequences import speculating_sequence
 from drafter_service.drafter import Draft, Drafter
 from drafter_service.engine import DrafterEngine, DraftRecords, EngineOutput, FrameArrived
 from drafter_service.sequence import DraftSequence
 from engine.block_manager import BlockManager
-from engine.sampling_parameters import SamplingParameters
 from engine.telemetry import Telemetry, context_of
 from outrider.v1 import common_pb2, verifier_pb2
 from verifier_service.engine import VerifierEngine
 from verifier_service.events import LinkUp, ProposalsArrived, SequenceOpened, StepOutput
 from verifier_service.proposal_buffer import parse_proposals
 from verifier_service.scheduler import Scheduled
-from verifier_service.sequence import LinkKey, TargetSequence
+from verifier_service.sequence import LinkKey
 from verifier_service.sequence_trace import SequenceTrace
 from verifier_service.session import Session
 from verifier_service.verify import Verified
@@ -153,24 +153,13 @@ class Pair:
         opening = verifier_pb2.OpenDecoding(sequence_id=number, traceparent=traceparent, request_id=str(number))
         # The first requests end at different times, as they would.
         length = PROMPT_TOKENS + (OUTPUT_TOKENS * (number % BATCH + 1) // BATCH if number <= BATCH else OUTPUT_TOKENS)
-        sequence = TargetSequence(
-            session_id=1,
-            sequence_id=number,
-            link_sequence_id=number,
-            token_ids=[3] * PROMPT_TOKENS,
+        sequence = speculating_sequence(
+            number,
+            LINK,
             num_prompt_tokens=PROMPT_TOKENS,
-            sampling=SamplingParameters(temperature=1.0),
             length_limit=length,
-            eos_token_ids=frozenset(),
-            stop_token_ids=frozenset(),
-            num_logprobs=None,
-            max_draft_tokens=K,
-            verification=common_pb2.VERIFICATION_UNSPECIFIED,
-            drafter=LINK,
+            num_draft_tokens=K,
             traceparent=self._session.start_span(opening),
-            request_id=str(number),
-            arrived_ns=time.time_ns(),
-            history=None,
         )
         if self._session.is_tracing(number):
             sequence.trace = SequenceTrace(self._step_spans)
