@@ -207,7 +207,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--scratch", type=Path, default=Path(tempfile.gettempdir()), help="on a disk (default %(default)s)"
     )
-    parser.add_argument("--budget-seconds", type=float, default=90.0, help="taken for the other scripts' sake")
+    parser.add_argument(
+        "--budget-seconds", type=float, default=90.0, help="accepted as by the other parts; nothing is cut short"
+    )
     parser.add_argument("--tiny", action="store_true", help="a tiny pair, for a CPU")
     options = parser.parse_args(arguments)
     if options.tiny:
