@@ -90,6 +90,8 @@ def load_model(
             model_path,
             config=config,
             dtype=dtype,
+            # Each weight goes from the mapped file to its place: the host never holds a copy of them all.
+            device_map={"": device},
             attn_implementation=ATTENTION_NAME,
             use_safetensors=True,
             local_files_only=True,
@@ -100,7 +102,7 @@ def load_model(
         problems = [*loading_info["missing_keys"], *(str(key) for key in loading_info["mismatched_keys"])]
         if problems:
             raise ModelLoadError(f"the weights in {model_path} lack or do not fit {', '.join(sorted(problems)[:5])}")
-        model = model.eval().requires_grad_(False).to(device)
+        model = model.eval().requires_grad_(False)
     except ModelLoadError:
         raise
     except KeyError as error:
