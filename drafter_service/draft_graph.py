@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from drafter_service.drafter import Draft
@@ -17,7 +18,7 @@ from engine.batch import Batch
 from engine.cuda_graph import GraphPool, batch_buckets
 from engine.model_runner import ModelRunner
 from engine.static_tensors import StaticTensors, TensorSpec
-from kernels.draft_sample import draft_sample
+from kernels.draft_sample import DraftSample, draft_sample
 
 # After full acceptance two tokens are missing from the cache: the last draft token, which was sampled but never
 # computed, and the bonus token. After a rejection it is one.
@@ -80,16 +81,23 @@ class DraftGraph:
         self._runner = runner
         self._num_candidates = num_candidates
         batch, num_tokens = shape.num_sequences, shape.num_sequences * MAX_CATCH_UP
+        # By draft token, so that sampling writes its row directly; rows as wide as keeps each of them aligned.
+        drafted = (shape.num_draft_tokens, -(-batch // 4) * 4)
+        fed = (shape.num_draft_tokens - 1, drafted[1])  # all draft tokens but the last are a forward pass's input
         i16, i32, i64, f32 = torch.int16, torch.int32, torch.int64, torch.float32
         self._inputs = StaticTensors(
             {
                 "token_ids": TensorSpec((num_tokens,), i64),
                 "positions": TensorSpec((num_tokens,), i64),
                 "slot_mapping": TensorSpec((num_tokens,), i64),
-                "lengths": TensorSpec((batch,), i64),  # committed tokens: the position of the first draft token
-                "capacities": TensorSpec((batch,), i64),  # tokens that the sequence's blocks hold
-                "seeds": TensorSpec((batch,), i64),
+                "logit_rows": TensorSpec((batch,), i64),
                 "cu_query_lens": TensorSpec((batch + 1,), i32),
+                "context_lens": TensorSpec((batch,), i32),
+                "fed_positions": TensorSpec(fed, i64),
+                "fed_slots": TensorSpec(fed, i64),
+                "fed_context_lens": TensorSpec(fed, i32),
+                "sample_positions": TensorSpec(drafted, i64),
+                "seeds": TensorSpec((batch,), i64),
                 "temperature": TensorSpec((batch,), f32),
                 "top_k": TensorSpec((batch,), i32),
                 "top_p": TensorSpec((batch,), f32),
@@ -98,7 +106,6 @@ class DraftGraph:
             },
             runner.device,
         )
-        drafted = (batch, shape.num_draft_tokens)
         self._outputs = StaticTensors(
             {
                 "token_ids": TensorSpec(drafted, i32),
@@ -107,7 +114,6 @@ class DraftGraph:
             },
             runner.device,
         )
-        self._rows = torch.arange(batch, device=runner.device)
         self._one_each = torch.arange(batch + 1, dtype=torch.int32, device=runner.device)
         self._graph: torch.cuda.CUDAGraph | None = None
 
@@ -129,10 +135,10 @@ class DraftGraph:
         if self._runner.device.type == "cuda":
             torch.cuda.current_stream(self._runner.device).synchronize()
         host, num_sequences = self._outputs.host, len(sequences)
-        all_token_ids = host["token_ids"][:num_sequences].tolist()
-        # Copies: the buffer is filled anew by the next round.
-        all_ids = host["candidate_ids"][:num_sequences].copy()
-        all_weights = host["candidate_weights"][:num_sequences].view(np.uint16).copy()
+        all_token_ids = host["token_ids"][:, :num_sequences].T.tolist()
+        # By sequence, and copies: the buffer is filled anew by the next round.
+        all_ids = host["candidate_ids"][:, :num_sequences].swapaxes(0, 1).copy()
+        all_weights = host["candidate_weights"][:, :num_sequences].view(np.uint16).swapaxes(0, 1).copy()
         drafts = []
         for row, (sequence, count) in enumerate(zip(sequences, num_draft_tokens, strict=True)):
             token_ids = all_token_ids[row][:count]
@@ -147,74 +153,62 @@ class DraftGraph:
 
     @torch.inference_mode()
     def _compute(self) -> None:
-        values = self._inputs.device
-        lengths = values["lengths"]
+        values, batch = self._inputs.device, self.shape.num_sequences
         logits = self._runner.forward(
             Batch(
                 token_ids=values["token_ids"],
                 positions=values["positions"],
                 slot_mapping=values["slot_mapping"],
-                logit_rows=(values["cu_query_lens"][1:] - 1).clamp(min=0).long(),
+                logit_rows=values["logit_rows"],
                 cu_query_lens=values["cu_query_lens"],
-                context_lens=lengths.int(),
+                context_lens=values["context_lens"],
                 block_tables=values["block_tables"],
                 max_query_len=MAX_CATCH_UP,
             )
         )
         for index in range(self.shape.num_draft_tokens):
-            positions = lengths + index
-            token_ids = self._sample(logits, positions, index)
+            token_ids = self._sample(logits, index)
             if index + 1 < self.shape.num_draft_tokens:
-                logits = self._runner.forward(self._next_batch(token_ids, positions))
+                logits = self._runner.forward(
+                    Batch(
+                        token_ids=token_ids,
+                        positions=values["fed_positions"][index, :batch],
+                        slot_mapping=values["fed_slots"][index, :batch],
+                        logit_rows=None,
+                        cu_query_lens=self._one_each,
+                        context_lens=values["fed_context_lens"][index, :batch],
+                        block_tables=values["block_tables"],
+                        max_query_len=1,
+                    )
+                )
 
     def _sample(
         self,
         logits: torch.Tensor,  # [num_sequences, vocab_size]
-        positions: torch.Tensor,  # [num_sequences] int64
         index: int,
     ) -> torch.Tensor:  # [num_sequences] int32
-        values, outputs = self._inputs.device, self._outputs.device
+        values, outputs, rows = self._inputs.device, self._outputs.device, slice(self.shape.num_sequences)
         is_filtered = self.shape.is_filtered
         sample = draft_sample(
             logits,
             values["temperature"],
             values["seeds"],
-            positions,
+            values["sample_positions"][index, rows],
             top_k=values["top_k"] if is_filtered else None,
             top_p=values["top_p"] if is_filtered else None,
             min_p=values["min_p"] if is_filtered else None,
             num_candidates=self._num_candidates,
+            # 16 bits hold every weight: one that took everything would be written as none at all.
+            out=DraftSample(
+                outputs["token_ids"][index, rows],
+                outputs["candidate_ids"][index, rows],
+                outputs["candidate_weights"][index, rows],
+            ),
         )
-        outputs["token_ids"][:, index].copy_(sample.token_ids)
-        outputs["candidate_ids"][:, index].copy_(sample.candidate_ids)
-        # 16 bits hold every weight: one that took everything would be written as none at all.
-        outputs["candidate_weights"][:, index].copy_(sample.candidate_weights)
         return sample.token_ids
-
-    def _next_batch(
-        self,
-        token_ids: torch.Tensor,  # [num_sequences] int32
-        positions: torch.Tensor,  # [num_sequences] int64
-    ) -> Batch:
-        values = self._inputs.device
-        block_size = self._runner.block_size
-        is_kept = positions < values["capacities"]
-        column = torch.where(is_kept, positions // block_size, 0)
-        block = values["block_tables"][self._rows, column].long()
-        return Batch(
-            token_ids=token_ids.long(),
-            positions=torch.where(is_kept, positions, 0),
-            slot_mapping=torch.where(is_kept, block * block_size + positions % block_size, -1),
-            logit_rows=self._rows,
-            cu_query_lens=self._one_each,
-            context_lens=torch.where(is_kept, positions + 1, 1).int(),
-            block_tables=values["block_tables"],
-            max_query_len=1,
-        )
 
     def _fill(self, sequences: Sequence[DraftSequence]) -> None:
         host = self._inputs.host
-        block_size = self._runner.block_size
         num_sequences = len(sequences)
         lengths = np.array([len(sequence.token_ids) for sequence in sequences])
         missing = lengths - [sequence.num_computed for sequence in sequences]
@@ -228,14 +222,13 @@ class DraftGraph:
             tokens += sequence.token_ids[sequence.num_computed :]
             table = sequence.block_ids.array
             tables[row, : len(table)] = table
-        host["capacities"][:num_sequences] = [len(sequence.block_ids) * block_size for sequence in sequences]
         host["token_ids"][:num_tokens] = tokens
         host["positions"][:num_tokens] = positions
-        host["slot_mapping"][:num_tokens] = (
-            tables[owners, positions // block_size].astype(np.int64) * block_size + positions % block_size
-        )
+        host["slot_mapping"][:num_tokens] = self._slots(owners, positions)
+        host["logit_rows"][:num_sequences] = ends - 1
         host["cu_query_lens"][1 : num_sequences + 1] = ends
-        host["lengths"][:num_sequences] = lengths
+        host["context_lens"][:num_sequences] = lengths
+        self._fill_drafts(sequences, lengths)
         sampling = [sequence.sampling for sequence in sequences]
         host["temperature"][:num_sequences] = [p.temperature for p in sampling]
         host["seeds"].view(np.uint64)[:num_sequences] = [p.seed for p in sampling]
@@ -245,12 +238,40 @@ class DraftGraph:
             host["min_p"][:num_sequences] = [p.min_p for p in sampling]
         self._fill_padding(num_sequences, num_tokens)
 
+    def _fill_drafts(self, sequences: Sequence[DraftSequence], lengths: npt.NDArray[np.int64]) -> None:
+        """Where the draft tokens stand: which they will be is all that the host does not know."""
+        host, num_sequences = self._inputs.host, len(sequences)
+        positions = lengths + np.arange(self.shape.num_draft_tokens)[:, None]
+        host["sample_positions"][:, :num_sequences] = positions
+        # Beyond a sequence's blocks, for drafts that nobody asked it for, tokens are computed and kept nowhere.
+        capacities = np.array([len(sequence.block_ids) for sequence in sequences]) * self._runner.block_size
+        positions = positions[:-1]
+        is_kept = positions < capacities
+        positions = positions * is_kept
+        slots = self._slots(np.arange(num_sequences), positions)
+        host["fed_positions"][:, :num_sequences] = positions
+        host["fed_slots"][:, :num_sequences] = np.where(is_kept, slots, -1)
+        host["fed_context_lens"][:, :num_sequences] = positions + 1
+
+    def _slots(
+        self,
+        owners: npt.NDArray[np.int64],  # rows of the block tables
+        positions: npt.NDArray[np.int64],  # shaped like the owners, or several of them to each
+    ) -> npt.NDArray[np.int64]:  # as positions
+        block_size = self._runner.block_size
+        blocks = self._inputs.host["block_tables"][owners, positions // block_size].astype(np.int64)
+        return blocks * block_size + positions % block_size
+
     def _fill_padding(self, num_sequences: int, num_tokens: int) -> None:
         """Sequences without tokens or blocks, and tokens that no sequence owns and the cache does not keep."""
         host = self._inputs.host
         host["cu_query_lens"][num_sequences + 1 :] = num_tokens
-        host["lengths"][num_sequences:] = 0
-        host["capacities"][num_sequences:] = 0
+        host["logit_rows"][num_sequences:] = max(num_tokens - 1, 0)
+        host["context_lens"][num_sequences:] = 0
+        host["fed_positions"][:, num_sequences:] = 0
+        host["fed_slots"][:, num_sequences:] = -1
+        host["fed_context_lens"][:, num_sequences:] = 1
+        host["sample_positions"][:, num_sequences:] = 0
         host["temperature"][num_sequences:] = 0.0
         host["token_ids"][num_tokens:] = 0
         host["positions"][num_tokens:] = 0

@@ -28,10 +28,10 @@ class SequenceSlice:
 class Batch:
     """Slices on the device, ready for the model."""
 
-    token_ids: torch.Tensor  # [num_tokens] int64
+    token_ids: torch.Tensor  # [num_tokens] int64, or int32
     positions: torch.Tensor  # [num_tokens] int64
     slot_mapping: torch.Tensor  # [num_tokens] int64, block * block_size + offset
-    logit_rows: torch.Tensor  # [num_logit_rows] int64, the tokens whose logits are wanted
+    logit_rows: torch.Tensor | None  # [num_logit_rows] int64, the tokens whose logits are wanted; None: all
     cu_query_lens: torch.Tensor  # [batch + 1] int32, where each slice's tokens start, and the end
     context_lens: torch.Tensor  # [batch] int32, tokens of the sequence including the slice's
     block_tables: torch.Tensor  # [batch, max_blocks] int32, 0 beyond a sequence's blocks

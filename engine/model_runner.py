@@ -111,7 +111,8 @@ class ModelRunner:
             block_tables=batch.block_tables,
             max_query_len=batch.max_query_len,
         )
-        chosen = {"logits_to_keep": batch.logit_rows} if self._keeps_chosen_logits else {}
+        rows = batch.logit_rows
+        chosen = {"logits_to_keep": rows} if self._keeps_chosen_logits and rows is not None else {}
         logits: torch.Tensor = self._model(
             input_ids=batch.token_ids.unsqueeze(0),
             position_ids=batch.positions.unsqueeze(0),
@@ -119,7 +120,7 @@ class ModelRunner:
             paged=attention,
             **chosen,
         ).logits[0]
-        return logits if self._keeps_chosen_logits else logits[batch.logit_rows]
+        return logits if self._keeps_chosen_logits or rows is None else logits[rows]
 
     def warm_up(self) -> None:
         """Run the shapes that a service meets, so that the first request does not wait for compilers.

@@ -28,7 +28,8 @@ class DraftSample:
 
     token_ids: torch.Tensor  # [batch] int32
     candidate_ids: torch.Tensor  # [batch, m] int32, most likely first, lower id first among equals
-    candidate_weights: torch.Tensor  # [batch, m] int32 below 65,536 and summing to it; all 0: the token was certain
+    candidate_weights: torch.Tensor  # [batch, m] below 65,536 and summing to it; all 0: the token was certain
+    # int32, or int16 with the bits of a uint16
 
 
 def draft_sample(
@@ -41,6 +42,7 @@ def draft_sample(
     top_p: torch.Tensor | None = None,  # [batch] float32; 1: off
     min_p: torch.Tensor | None = None,  # [batch] float32; 0: off
     num_candidates: int = NUM_CANDIDATES,
+    out: DraftSample | None = None,  # contiguous tensors to write to, weights in either type
 ) -> DraftSample:
     """Draw one token a sequence, with DRAFT noise, from the most likely num_candidates tokens, at most 1,024.
 
@@ -57,13 +59,37 @@ def draft_sample(
     check_tensor("positions", positions, (batch_size,), (torch.int64,), logits.device)
     if not 1 <= num_candidates <= MAX_CANDIDATES:
         raise ValueError(f"num_candidates is {num_candidates}, expected 1 to {MAX_CANDIDATES}")
+    if out is None:
+        out = DraftSample(
+            seeds.new_empty(batch_size, dtype=torch.int32),
+            seeds.new_empty((batch_size, num_candidates), dtype=torch.int32),
+            seeds.new_empty((batch_size, num_candidates), dtype=torch.int32),
+        )
+    else:
+        _check_out(out, batch_size, num_candidates, logits.device)
     if runs_triton(logits):
         from kernels.draft_sample_triton import launch_draft_sample
 
-        filters = (top_k, top_p, min_p)
-        return DraftSample(*launch_draft_sample(logits, temperature, seeds, positions, filters, num_candidates))
+        launch_draft_sample(out, logits, temperature, seeds, positions, (top_k, top_p, min_p))
+        return out
     thresholds = logit_thresholds(logits, temperature, top_k, top_p, min_p)
-    return DraftSample(*reference_draft_sample(logits, thresholds, temperature, seeds, positions, num_candidates))
+    token_ids, candidate_ids, weights = reference_draft_sample(
+        logits, thresholds, temperature, seeds, positions, num_candidates
+    )
+    out.token_ids.copy_(token_ids)
+    out.candidate_ids.copy_(candidate_ids)
+    out.candidate_weights.copy_(weights)
+    return out
+
+
+def _check_out(out: DraftSample, batch_size: int, num_candidates: int, device: torch.device) -> None:
+    i32, shape = (torch.int32,), (batch_size, num_candidates)
+    check_tensor("out.token_ids", out.token_ids, shape[:1], i32, device)
+    check_tensor("out.candidate_ids", out.candidate_ids, shape, i32, device)
+    check_tensor("out.candidate_weights", out.candidate_weights, shape, (torch.int16, torch.int32), device)
+    for name in ("token_ids", "candidate_ids", "candidate_weights"):
+        if not getattr(out, name).is_contiguous():
+            raise ValueError(f"out.{name} must be contiguous")
 
 
 def reference_draft_sample(

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from kernels.block_statistics_triton import launch_block_statistics
+from kernels.draft_sample import DraftSample
 from kernels.integer_weights import BLOCK_SIZE
 from kernels.integer_weights_triton import exponential_weights, load_logits
 from kernels.ordered_keys_triton import ABSENT, key_bits, ordered_keys, places_of_largest
@@ -90,11 +91,11 @@ def _draft_sample_kernel(
     seeds_ptr,  # [batch] int64
     positions_ptr,  # [batch] int64
     groups_ptr,  # [batch, num_candidates] int32, room for lists
-    ids_ptr,  # [batch, num_candidates] int32, room for lists
+    ids_ptr,  # [batch, num_candidates] int32, room for lists and for weights while they are rounded
     values_ptr,  # [batch, num_candidates] int64, room for what is ranked
     token_ids_ptr,  # [batch] int32
     candidate_ids_ptr,  # [batch, num_candidates] int32
-    candidate_weights_ptr,  # [batch, num_candidates] int32
+    candidate_weights_ptr,  # [batch, num_candidates] int32, or int16 with the bits of a uint16
     vocab_size,
     num_groups,
     num_candidates,
@@ -151,10 +152,10 @@ def _draft_sample_kernel(
     total = tl.maximum(tl.sum(weights, axis=0), 1)
     floors = weights * 65536 // total
     tl.store(values_ptr + slots, (weights * 65536 - floors * total) * SLOTS + slots_left, mask=mask)
-    tl.store(candidate_weights_ptr + slots, floors.to(tl.int32), mask=mask)
+    tl.store(ids_ptr + slots, floors.to(tl.int32), mask=mask)
     tl.debug_barrier()
     num_larger = _num_larger(values_ptr, num_top, SLOTS, CHUNK)
-    rounded = tl.load(candidate_weights_ptr + slots, mask=mask, other=0)
+    rounded = tl.load(ids_ptr + slots, mask=mask, other=0)
     rounded += (mask & (num_larger < 65536 - tl.sum(rounded, axis=0))).to(tl.int32)
     # A token that takes everything is certain, which is written as no weight at all: 65,536 does not fit in 16 bits.
     is_random = is_random & (tl.max(rounded, axis=0) < 65536)
@@ -173,22 +174,18 @@ def _draft_sample_kernel(
 
 
 def launch_draft_sample(
+    out: DraftSample,
     logits: torch.Tensor,  # [batch, vocab_size]
     temperature: torch.Tensor,  # [batch] float32
     seeds: torch.Tensor,  # [batch] int64
     positions: torch.Tensor,  # [batch] int64
     filters: Filters,
-    num_candidates: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # [batch] int32, [batch, m] int32, [batch, m] int32
-    """Token ids, candidate ids and candidate weights, as `DraftSample` describes them."""
+) -> None:
+    """Fill `out`."""
     batch_size, vocab_size = logits.shape
-    device = logits.device
-    token_ids = torch.empty(batch_size, dtype=torch.int32, device=device)
-    candidate_ids = torch.empty((batch_size, num_candidates), dtype=torch.int32, device=device)
-    candidate_weights = torch.empty_like(candidate_ids)
+    num_candidates = out.candidate_ids.shape[1]
     if batch_size == 0:
-        return token_ids, candidate_ids, candidate_weights
-
+        return
     num_slots = triton.next_power_of_2(num_candidates)
     rows, temperature = PenalizedLogits(logits, None, None), temperature.contiguous()
     has_filters = any(values is not None for values in filters)
@@ -204,12 +201,12 @@ def launch_draft_sample(
         temperature,
         seeds.contiguous(),
         positions.contiguous(),
-        torch.empty_like(candidate_ids),
-        torch.empty_like(candidate_ids),
-        torch.empty_like(candidate_ids, dtype=torch.int64),
-        token_ids,
-        candidate_ids,
-        candidate_weights,
+        torch.empty_like(out.candidate_ids),
+        torch.empty_like(out.candidate_ids),
+        torch.empty_like(out.candidate_ids, dtype=torch.int64),
+        out.token_ids,
+        out.candidate_ids,
+        out.candidate_weights,
         vocab_size,
         statistics.num_groups,
         num_candidates,
@@ -220,4 +217,3 @@ def launch_draft_sample(
         KEY_BITS=key_bits(logits, None),
         num_warps=8,
     )
-    return token_ids, candidate_ids, candidate_weights

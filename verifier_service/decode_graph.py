@@ -157,7 +157,6 @@ class DecodeGraph:
         results = {"results": TensorSpec((batch, shape.query_len + 1), i32)}
         self._outputs = StaticTensors(results, runner.device, num_mirrors=MAX_STEPS_IN_FLIGHT)
         self._filled = [_Filled() for _ in range(MAX_STEPS_IN_FLIGHT)]
-        self._logit_rows = torch.arange(num_tokens, device=runner.device)
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def capture(self, pool: GraphPool) -> None:
@@ -200,7 +199,7 @@ class DecodeGraph:
                 token_ids=token_ids,
                 positions=values["positions"],
                 slot_mapping=values["slot_mapping"],
-                logit_rows=self._logit_rows,
+                logit_rows=None,
                 cu_query_lens=values["cu_query_lens"],
                 context_lens=values["context_lens"],
                 block_tables=values["block_tables"],
