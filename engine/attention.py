@@ -73,7 +73,7 @@ class CachedAttention:
     def attend_stored(
         self, call: AttentionCall, query: torch.Tensor
     ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
-        """Attention over the cache, which the step's keys and values are in already."""
+        """Attention over the cache, which the kernel directly before has put the step's keys and values into."""
         return paged_attention(
             query,
             self.key_caches[call.layer_index],
@@ -85,6 +85,7 @@ class CachedAttention:
             max_query_len=self.max_query_len,
             sliding_window=call.sliding_window,
             softcap=call.softcap,
+            is_after_store=True,
         )
 
 

@@ -35,6 +35,7 @@ def paged_attention(
     max_query_len: int,  # the longest of the batch; sets the tiling
     sliding_window: int | None = None,  # a query sees so many tokens, itself included; None for all before it
     softcap: float | None = None,  # scores become softcap * tanh(score / softcap)
+    is_after_store: bool = False,
 ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
     """Attend each query to the tokens up to its own position.
 
@@ -42,12 +43,28 @@ def paged_attention(
     and query head h reads kv head h // (num_heads // num_kv_heads). Rows of tokens that no sequence owns come back
     undefined. Slots of the cache beyond a sequence's context may hold anything, NaN included.
 
+    `is_after_store` tells that the kernel directly ahead on the stream stores this step's keys and values and writes
+    neither lengths nor block tables: a GPU may then read those before that kernel has ended.
+
     Runs a Triton kernel on CUDA tensors and plain torch on others.
     """
-    attend = paged_attention_reference
     if runs_triton(query):
-        from kernels.paged_attention_triton import launch_paged_attention as attend
-    return attend(
+        from kernels.paged_attention_triton import launch_paged_attention
+
+        return launch_paged_attention(
+            query,
+            key_cache,
+            value_cache,
+            cu_query_lens,
+            context_lens,
+            block_tables,
+            scale=scale,
+            max_query_len=max_query_len,
+            sliding_window=sliding_window,
+            softcap=softcap,
+            is_after_store=is_after_store,
+        )
+    return paged_attention_reference(
         query,
         key_cache,
         value_cache,

@@ -5,12 +5,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+from kernels.dependent_launch import has_dependent_launch
 
 # Measured on an H200 of 132 multiprocessors, each of which holds two programs of 64 keys an iteration or four of 32.
 # One program a multiprocessor reads nearly as fast as two, and a second split costs more to merge than it saves, unless
@@ -32,6 +33,7 @@ def launch_split_attention(
     max_query_len: int,
     sliding_window: int | None,
     softcap: float | None,
+    is_after_store: bool,
     tiling: SplitTiling,
 ) -> None:
     """All queries of a sequence at once, its context dealt out to programs (Flash-Decoding).
@@ -50,7 +52,9 @@ def launch_split_attention(
     if is_split:
         partial = query.new_empty(num_sequences, num_splits, max_query_len, num_heads, head_dim, dtype=torch.float32)
         log_totals = query.new_empty(num_sequences, num_splits, max_query_len, num_heads, dtype=torch.float32)
-    uses_dependent_launch = is_split and _has_dependent_launch(query.device)
+    uses_dependent_launch = has_dependent_launch(query.device)
+    is_following = uses_dependent_launch and is_after_store
+    is_followed = uses_dependent_launch and is_split
     _split_attention_kernel[(num_kv_heads, num_splits, num_sequences)](
         output,
         partial,
@@ -78,9 +82,11 @@ def launch_split_attention(
         NUM_ROWS=tiling.num_rows,
         NUM_KEYS=tiling.num_keys,
         IS_SPLIT=is_split,
-        IS_FOLLOWED=uses_dependent_launch,
+        IS_FOLLOWING=is_following,
+        IS_FOLLOWED=is_followed,
         num_warps=tiling.num_warps,
         num_stages=tiling.num_stages,
+        launch_pdl=is_following,
     )
     if is_split:
         num_splits_padded = triton.next_power_of_2(num_splits)
@@ -97,9 +103,9 @@ def launch_split_attention(
             HEAD_DIM_PADDED=triton.next_power_of_2(head_dim),
             NUM_KEYS=tiling.num_keys,
             NUM_SPLITS_PADDED=num_splits_padded,
-            IS_FOLLOWING=uses_dependent_launch,
+            IS_FOLLOWING=is_followed,
             num_warps=min(4, max(1, num_splits_padded // 4)),
-            launch_pdl=uses_dependent_launch,
+            launch_pdl=is_followed,
         )
 
 
@@ -139,11 +145,6 @@ class SplitTiling:
         )
 
 
-@cache
-def _has_dependent_launch(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (9, 0)
-
-
 # Not specialized on: numbers that change from step to step, which would compile again for 1 and for multiples of 16.
 @triton.jit(do_not_specialize=["num_splits", "max_query_len", "max_blocks", "block_table_stride"])
 def _split_attention_kernel(
@@ -173,6 +174,7 @@ def _split_attention_kernel(
     NUM_ROWS: tl.constexpr,
     NUM_KEYS: tl.constexpr,
     IS_SPLIT: tl.constexpr,
+    IS_FOLLOWING: tl.constexpr,
     IS_FOLLOWED: tl.constexpr,
 ):
     kv_head = tl.program_id(0)
@@ -192,6 +194,10 @@ def _split_attention_kernel(
     # Without a window this load waits for no other; a block beyond the context is read here and never followed.
     column = (key_start + offset) // BLOCK_SIZE
     block = tl.load(block_table_ptr + column, mask=column < max_blocks, other=0)
+    if IS_FOLLOWING:
+        # What is read above was there before the kernel ahead, which stores this step's keys, began. Programs that have
+        # nothing to do wait as well.
+        gdc_wait()
     if (query_len == 0) | (key_start >= context_len):
         return
 
@@ -301,8 +307,7 @@ def _merge_splits_kernel(
     query_len = tl.load(cu_query_lens_ptr + sequence + 1) - first_token
     context_len = tl.load(context_lens_ptr + sequence)
     if IS_FOLLOWING:
-        # This kernel starts while the other still runs, which by then had all its inputs; what the other writes may be
-        # read only after its end, and every program waits, so that what comes after this kernel comes after both.
+        # The lengths were there before the kernel ahead began.
         gdc_wait()
     if query_index >= query_len:
         return

@@ -25,6 +25,7 @@ def launch_paged_attention(
     max_query_len: int,
     sliding_window: int | None = None,
     softcap: float | None = None,
+    is_after_store: bool = False,
 ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
     """`paged_attention` on the GPU: online softmax over tiles of keys (Dao et al., arXiv 2205.14135).
 
@@ -60,6 +61,7 @@ def launch_paged_attention(
             max_query_len=max_query_len,
             sliding_window=sliding_window,
             softcap=softcap,
+            is_after_store=is_after_store,
             tiling=split_tiling,
         )
         return output

@@ -7,7 +7,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
+from kernels.dependent_launch import has_dependent_launch
 from kernels.rms_norm import AddedAndNormed, NormParameters
 
 
@@ -44,6 +46,7 @@ def _launch(
     if num_rows == 0:
         return
     block = triton.next_power_of_2(size)
+    is_following = has_dependent_launch(x.device)
     _rms_norm_kernel[(num_rows,)](
         x,
         residual,
@@ -57,8 +60,10 @@ def _launch(
         0.0 if next_norm is None else next_norm.eps,
         SIZE=size,
         BLOCK=block,
+        IS_FOLLOWING=is_following,
         # 16 elements a thread: two loads of 16 bytes of each 16-bit operand, all under way at once.
         num_warps=min(16, max(1, block // 512)),
+        launch_pdl=is_following,
     )
 
 
@@ -76,18 +81,22 @@ def _rms_norm_kernel(
     next_eps,
     SIZE: tl.constexpr,
     BLOCK: tl.constexpr,
+    IS_FOLLOWING: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     is_column = column < SIZE
-    # All loads come before the first sum over the row, so that they wait for memory together.
-    values = tl.load(x_ptr + row * x_stride + column, mask=is_column, other=0.0).to(tl.float32)
-    if residual_ptr is not None:
-        residual = tl.load(residual_ptr + row * residual_stride + column, mask=is_column, other=0.0).to(tl.float32)
+    # All loads come before the first sum over the row, so that they wait for memory together; the weights, which nobody
+    # writes, before the end of the kernel ahead.
     if output_weight_ptr is not None:
         output_weight = tl.load(output_weight_ptr + column, mask=is_column, other=0.0).to(tl.float32)
     if next_weight_ptr is not None:
         next_weight = tl.load(next_weight_ptr + column, mask=is_column, other=0.0).to(tl.float32)
+    if IS_FOLLOWING:
+        gdc_wait()
+    values = tl.load(x_ptr + row * x_stride + column, mask=is_column, other=0.0).to(tl.float32)
+    if residual_ptr is not None:
+        residual = tl.load(residual_ptr + row * residual_stride + column, mask=is_column, other=0.0).to(tl.float32)
 
     if output_weight_ptr is not None:
         values = values * tl.rsqrt(tl.sum(values * values, axis=0) / SIZE + output_eps) * output_weight

@@ -7,7 +7,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
+from kernels.dependent_launch import has_dependent_launch
 from kernels.rotary import HeadNorms
 
 # A program takes as many heads as have so many pairs: four of them a thread, two loads of 8 bytes in 16-bit types.
@@ -31,6 +33,7 @@ def launch_rotary(
     query = torch.empty(num_tokens, num_heads, head_dim, dtype=qkv.dtype, device=qkv.device)
     if num_tokens == 0:
         return query
+    is_following = has_dependent_launch(qkv.device)
     rotary_dim = cos.shape[1]
     num_pairs = max(1, triton.next_power_of_2(rotary_dim // 2))
     heads_per_program = max(1, _PAIRS_PER_PROGRAM // num_pairs)
@@ -56,7 +59,9 @@ def launch_rotary(
         PAIRS=num_pairs,
         REST=triton.next_power_of_2(head_dim - rotary_dim) if rotary_dim < head_dim else 0,
         HEADS=heads_per_program,
+        IS_FOLLOWING=is_following,
         num_warps=_NUM_WARPS,
+        launch_pdl=is_following,
     )
     return query
 
@@ -108,6 +113,7 @@ def _rotary_kernel(
     PAIRS: tl.constexpr,
     REST: tl.constexpr,
     HEADS: tl.constexpr,
+    IS_FOLLOWING: tl.constexpr,
 ):
     HALF: tl.constexpr = ROTARY_DIM // 2
     token = tl.program_id(0).to(tl.int64)
@@ -115,6 +121,9 @@ def _rotary_kernel(
     is_query = head < NUM_HEADS
     is_key = (head >= NUM_HEADS) & (head < NUM_HEADS + NUM_KV_HEADS)
     is_value = (head >= NUM_HEADS + NUM_KV_HEADS) & (head < NUM_HEADS + 2 * NUM_KV_HEADS)
+    if IS_FOLLOWING:
+        gdc_wait()
+        gdc_launch_dependents()
     slot = token
     if slot_mapping_ptr is not None:
         slot = tl.load(slot_mapping_ptr + token)

@@ -7,7 +7,9 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
+from kernels.dependent_launch import has_dependent_launch
 from kernels.silu_mul import Activation
 
 _GELU_TANH = tl.constexpr(int(Activation.GELU_TANH))
@@ -24,6 +26,7 @@ def launch_act_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tenso
     output = torch.empty(num_tokens, size, dtype=gate_up.dtype, device=gate_up.device)
     if output.numel() == 0:
         return output
+    is_following = has_dependent_launch(gate_up.device)
     _act_mul_kernel[(num_tokens, triton.cdiv(size, _BLOCK))](
         output,
         gate_up,
@@ -31,7 +34,9 @@ def launch_act_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tenso
         size,
         ACTIVATION=int(activation),
         BLOCK=_BLOCK,
+        IS_FOLLOWING=is_following,
         num_warps=_NUM_WARPS,
+        launch_pdl=is_following,
     )
     return output
 
@@ -44,10 +49,13 @@ def _act_mul_kernel(
     size,
     ACTIVATION: tl.constexpr,
     BLOCK: tl.constexpr,
+    IS_FOLLOWING: tl.constexpr,
 ):
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     is_column = column < size
+    if IS_FOLLOWING:
+        gdc_wait()
     row = gate_up_ptr + token * gate_up_stride
     gate = tl.load(row + column, mask=is_column, other=0.0).to(tl.float32)
     up = tl.load(row + size + column, mask=is_column, other=0.0).to(tl.float32)

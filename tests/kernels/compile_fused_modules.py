@@ -17,6 +17,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+import kernels.rms_norm_triton
+import kernels.rotary_triton
+import kernels.silu_mul_triton
 from kernels.dispatch import interpreted_kernels
 from kernels.rms_norm import NormParameters, add_rms_norm, rms_norm
 from kernels.rotary import HeadNorms, rotary, rotary_cos_sin, rotary_store_kv
@@ -75,6 +78,8 @@ def launch_all(
 
 def main() -> None:
     JITFunction.run = compile_launch
+    for module in (kernels.rms_norm_triton, kernels.rotary_triton, kernels.silu_mul_triton):
+        module.has_dependent_launch = lambda device: True  # as on the GPU that is compiled for
     with interpreted_kernels():
         launch_all(torch.bfloat16, hidden=4096, inner=14336, heads=(32, 8, 128), rotary_dim=128, has_norms=False)
         launch_all(torch.bfloat16, hidden=4096, inner=12288, heads=(32, 8, 128), rotary_dim=128, has_norms=True)

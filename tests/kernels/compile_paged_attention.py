@@ -113,6 +113,7 @@ def compile_splits(
             "BLOCK_SIZE": 16,
             "NUM_ROWS": tiling.num_rows,
             "IS_SPLIT": tiling.num_splits > 1,
+            "IS_FOLLOWING": True,
             "IS_FOLLOWED": tiling.num_splits > 1,
         },
         num_warps=tiling.num_warps,
