@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from drafter_service.drafter import Draft
@@ -114,6 +113,9 @@ class DraftGraph:
             },
             runner.device,
         )
+        # Which sequences the inputs hold, and which versions of their block tables.
+        self._serials: list[int] = []
+        self._versions: list[int] = []
         self._one_each = torch.arange(batch + 1, dtype=torch.int32, device=runner.device)
         self._graph: torch.cuda.CUDAGraph | None = None
 
@@ -208,71 +210,67 @@ class DraftGraph:
         return sample.token_ids
 
     def _fill(self, sequences: Sequence[DraftSequence]) -> None:
-        host = self._inputs.host
-        num_sequences = len(sequences)
+        host, block_size = self._inputs.host, self._runner.block_size
+        num_sequences, num_draft_tokens = len(sequences), self.shape.num_draft_tokens
+        self._fill_constants(sequences)
+        tokens: list[int] = []
+        for sequence in sequences:
+            tokens += sequence.token_ids[sequence.num_computed :]
         lengths = np.array([len(sequence.token_ids) for sequence in sequences])
         missing = lengths - [sequence.num_computed for sequence in sequences]
+        capacities = np.array([len(sequence.block_ids) for sequence in sequences]) * block_size
+
+        # Each sequence's last committed tokens, as many as may be missing, and the draft tokens that are fed back.
+        positions = lengths[:, None] + np.arange(-MAX_CATCH_UP, num_draft_tokens - 1)
+        # Beyond a sequence's blocks, for drafts that nobody asked it for, tokens are computed and kept nowhere.
+        is_kept = positions < capacities[:, None]
+        positions *= is_kept
+        blocks = host["block_tables"][np.arange(num_sequences)[:, None], positions // block_size]
+        slots = np.where(is_kept, blocks.astype(np.int64) * block_size + positions % block_size, -1)
+
+        is_missing = np.arange(MAX_CATCH_UP, 0, -1) <= missing[:, None]
         ends = np.cumsum(missing)
-        num_tokens = int(ends[-1])
-        owners = np.repeat(np.arange(num_sequences), missing)
-        positions = np.arange(num_tokens) - (ends - missing)[owners] + (lengths - missing)[owners]
-        tables = host["block_tables"]
-        tokens: list[int] = []
-        for row, sequence in enumerate(sequences):
-            tokens += sequence.token_ids[sequence.num_computed :]
-            table = sequence.block_ids.array
-            tables[row, : len(table)] = table
+        num_tokens = len(tokens)
         host["token_ids"][:num_tokens] = tokens
-        host["positions"][:num_tokens] = positions
-        host["slot_mapping"][:num_tokens] = self._slots(owners, positions)
+        host["positions"][:num_tokens] = positions[:, :MAX_CATCH_UP][is_missing]
+        host["slot_mapping"][:num_tokens] = slots[:, :MAX_CATCH_UP][is_missing]
         host["logit_rows"][:num_sequences] = ends - 1
         host["cu_query_lens"][1 : num_sequences + 1] = ends
         host["context_lens"][:num_sequences] = lengths
-        self._fill_drafts(sequences, lengths)
-        sampling = [sequence.sampling for sequence in sequences]
-        host["temperature"][:num_sequences] = [p.temperature for p in sampling]
-        host["seeds"].view(np.uint64)[:num_sequences] = [p.seed for p in sampling]
-        if self.shape.is_filtered:
-            host["top_k"][:num_sequences] = [min(p.top_k, self._runner.vocab_size) for p in sampling]
-            host["top_p"][:num_sequences] = [p.top_p for p in sampling]
-            host["min_p"][:num_sequences] = [p.min_p for p in sampling]
+        fed_positions = positions[:, MAX_CATCH_UP:].T
+        host["fed_positions"][:, :num_sequences] = fed_positions
+        host["fed_slots"][:, :num_sequences] = slots[:, MAX_CATCH_UP:].T
+        host["fed_context_lens"][:, :num_sequences] = fed_positions + 1
+        host["sample_positions"][:, :num_sequences] = lengths + np.arange(num_draft_tokens)[:, None]
         self._fill_padding(num_sequences, num_tokens)
 
-    def _fill_drafts(self, sequences: Sequence[DraftSequence], lengths: npt.NDArray[np.int64]) -> None:
-        """Where the draft tokens stand: which they will be is all that the host does not know."""
+    def _fill_constants(self, sequences: Sequence[DraftSequence]) -> None:
+        """What stays as it is from round to round: of the same sequences, only new blocks."""
         host, num_sequences = self._inputs.host, len(sequences)
-        positions = lengths + np.arange(self.shape.num_draft_tokens)[:, None]
-        host["sample_positions"][:, :num_sequences] = positions
-        # Beyond a sequence's blocks, for drafts that nobody asked it for, tokens are computed and kept nowhere.
-        capacities = np.array([len(sequence.block_ids) for sequence in sequences]) * self._runner.block_size
-        positions = positions[:-1]
-        is_kept = positions < capacities
-        positions = positions * is_kept
-        slots = self._slots(np.arange(num_sequences), positions)
-        host["fed_positions"][:, :num_sequences] = positions
-        host["fed_slots"][:, :num_sequences] = np.where(is_kept, slots, -1)
-        host["fed_context_lens"][:, :num_sequences] = positions + 1
-
-    def _slots(
-        self,
-        owners: npt.NDArray[np.int64],  # rows of the block tables
-        positions: npt.NDArray[np.int64],  # shaped like the owners, or several of them to each
-    ) -> npt.NDArray[np.int64]:  # as positions
-        block_size = self._runner.block_size
-        blocks = self._inputs.host["block_tables"][owners, positions // block_size].astype(np.int64)
-        return blocks * block_size + positions % block_size
+        serials = [sequence.serial for sequence in sequences]
+        if serials != self._serials:
+            self._serials, self._versions = serials, [-1] * num_sequences
+            sampling = [sequence.sampling for sequence in sequences]
+            host["temperature"][:num_sequences] = [p.temperature for p in sampling]
+            host["seeds"].view(np.uint64)[:num_sequences] = [p.seed for p in sampling]
+            if self.shape.is_filtered:
+                host["top_k"][:num_sequences] = [min(p.top_k, self._runner.vocab_size) for p in sampling]
+                host["top_p"][:num_sequences] = [p.top_p for p in sampling]
+                host["min_p"][:num_sequences] = [p.min_p for p in sampling]
+            host["temperature"][num_sequences:] = 0.0
+        for row, (sequence, version) in enumerate(zip(sequences, self._versions, strict=True)):
+            block_ids = sequence.block_ids
+            if block_ids.version != version:
+                self._versions[row] = block_ids.version
+                host["block_tables"][row, : len(block_ids)] = block_ids.array
 
     def _fill_padding(self, num_sequences: int, num_tokens: int) -> None:
         """Sequences without tokens or blocks, and tokens that no sequence owns and the cache does not keep."""
         host = self._inputs.host
+        host["slot_mapping"][num_tokens:] = -1
         host["cu_query_lens"][num_sequences + 1 :] = num_tokens
         host["logit_rows"][num_sequences:] = max(num_tokens - 1, 0)
         host["context_lens"][num_sequences:] = 0
         host["fed_positions"][:, num_sequences:] = 0
         host["fed_slots"][:, num_sequences:] = -1
         host["fed_context_lens"][:, num_sequences:] = 1
-        host["sample_positions"][:, num_sequences:] = 0
-        host["temperature"][num_sequences:] = 0.0
-        host["token_ids"][num_tokens:] = 0
-        host["positions"][num_tokens:] = 0
-        host["slot_mapping"][num_tokens:] = -1

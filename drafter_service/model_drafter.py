@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +28,7 @@ from outrider.v1 import drafter_pb2
 logger = logging.getLogger(__name__)
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class _Planned:
     sequence: DraftSequence
     num_new: int  # tokens to compute in the first forward pass
@@ -65,8 +65,9 @@ class ModelDrafter:
         self.max_length = 0
         self._max_num_batched_tokens = max_num_batched_tokens
         self._num_candidates = num_candidates
-        # Least recently drafted first: the order of eviction.
-        self._holding: OrderedDict[DraftSequence, None] = OrderedDict()
+        # Who holds blocks, and in which round it was last drafted: the longest ago is evicted first.
+        self._holding: dict[DraftSequence, int] = {}
+        self._round = 0
 
     def load(self) -> None:
         """Load the model, size the cache and warm up."""
@@ -109,47 +110,47 @@ class ModelDrafter:
         planned = self._plan([sequence for sequence in wanting if sequence.length < self.max_length])
         if self._graphs is not None:
             # Drafting replays a graph; prompts and what else has no graph follow step by step.
-            fitting = [item for item in planned if self._graphs.fits(item.sequence, item.num_draft_tokens)]
+            fitting: list[_Planned] = []
+            others: list[_Planned] = []
+            for item in planned:
+                (fitting if self._graphs.fits(item.sequence, item.num_draft_tokens) else others).append(item)
             if fitting:
                 answers += self._graphs.run(
                     [item.sequence for item in fitting], [item.num_draft_tokens for item in fitting]
                 )
-                planned = [item for item in planned if item not in fitting]
+            planned = others
         if planned:
             answers += self._run(planned)
         return answers
 
     def _plan(self, wanting: Sequence[DraftSequence]) -> list[_Planned]:
         planned: list[_Planned] = []
-        keep: set[DraftSequence] = set()
+        self._round += 1
         budget = self._max_num_batched_tokens
         # Those that miss little go first: a target waits for them, and a long prompt fills what they leave.
-        for sequence in sorted(wanting, key=lambda s: s.length - s.num_computed):
+        for missing, sequence in sorted([(each.num_missing, each) for each in wanting], key=itemgetter(0)):
             if budget == 0:
                 break
-            missing = sequence.length - sequence.num_computed
             num_new = min(missing, budget)
             num_draft_tokens = 0
             if num_new == missing:
                 num_draft_tokens = min(sequence.max_draft_tokens, self.max_length - sequence.length)
             # The last draft token's key and value are computed only if it is accepted, by the next catch-up.
             needed = sequence.num_computed + num_new + max(num_draft_tokens - 1, 0)
-            keep.add(sequence)
-            if not self._make_room(sequence, needed, keep):
+            if not self._make_room(sequence, needed):
                 # Those planned hold what is missing and will be idle after this round.
-                keep.discard(sequence)
                 continue
             planned.append(_Planned(sequence, num_new, num_draft_tokens))
-            self._holding[sequence] = None
-            self._holding.move_to_end(sequence)
+            self._holding[sequence] = self._round
             budget -= num_new
         return planned
 
-    def _make_room(self, sequence: DraftSequence, num_tokens: int, keep: set[DraftSequence]) -> bool:
+    def _make_room(self, sequence: DraftSequence, num_tokens: int) -> bool:
         while not self._blocks.grow(sequence.block_ids, num_tokens):
-            victim = next((held for held in self._holding if held not in keep), None)
-            if victim is None:
+            idle = [held for held, number in self._holding.items() if number < self._round and held is not sequence]
+            if not idle:
                 return False
+            victim = min(idle, key=self._holding.__getitem__)
             with about(victim.subject):
                 logger.debug("evicting the cache of a sequence")
             self.release(victim)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import count
 
 from engine.block_manager import BlockTable
 from engine.errors import InvalidArgumentError
@@ -10,6 +11,8 @@ from engine.logs import Subject
 from engine.sampling_parameters import SamplingParameters
 from engine.step_spans import StepSpans
 from outrider.v1 import drafter_pb2
+
+_serials = count()
 
 
 @dataclass(eq=False)
@@ -39,6 +42,8 @@ class DraftSequence:
     early_verdicts: list[drafter_pb2.Verdict] | None = field(default_factory=list)
     num_computed: int = 0
     block_ids: BlockTable = field(default_factory=BlockTable)
+    # No other sequence of the process has it, whatever verifier it comes from.
+    serial: int = field(default_factory=_serials.__next__)
 
     @property
     def subject(self) -> Subject:
@@ -68,16 +73,16 @@ class DraftSequence:
                 "verdict.num_committed",
                 f"is {num_committed}, but {self.length} tokens are committed and {len(token_ids)} are new",
             )
-        for token_id in token_ids:
-            if self.proposed:
-                if self.proposed[0] == token_id:
-                    del self.proposed[0]
-                else:
-                    self.epoch += 1
-                    self.proposed.clear()
-                    # Keys and values from here on were computed for tokens that are no part of the sequence.
-                    self.num_computed = min(self.num_computed, self.length)
-            self.token_ids.append(token_id)
+        compared = self.proposed[: len(token_ids)]
+        if compared == token_ids[: len(compared)]:
+            del self.proposed[: len(compared)]
+        else:
+            num_accepted = next(index for index, token_id in enumerate(compared) if token_id != token_ids[index])
+            self.epoch += 1
+            self.proposed.clear()
+            # Keys and values from here on were computed for tokens that are no part of the sequence.
+            self.num_computed = min(self.num_computed, self.length + num_accepted)
+        self.token_ids += token_ids
         if epoch > self.epoch:
             raise InvalidArgumentError("verdict.epoch", f"is {epoch}, but the sequence is in epoch {self.epoch}")
         # Proposals that the verdict has not reached yet are still good: there is nothing to add to them in lockstep.
