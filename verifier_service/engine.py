@@ -11,6 +11,7 @@ import grpc
 from engine.errors import code_number
 from engine.logs import about
 from outrider.v1 import common_pb2, drafter_pb2, generation_pb2, verifier_pb2
+from verifier_service.draft_tokens import DraftTokens
 from verifier_service.drafting import DraftingLinks
 from verifier_service.events import (
     Event,
@@ -26,7 +27,7 @@ from verifier_service.events import (
 )
 from verifier_service.gathering import Gathering
 from verifier_service.pipeline import Finished, Pipeline
-from verifier_service.proposal_buffer import DraftTokens, ProposalError
+from verifier_service.proposal_buffer import ProposalError
 from verifier_service.reporting import Committed, Ran, Reporter
 from verifier_service.scheduler import Scheduled, Scheduler
 from verifier_service.sequence import LinkKey, TargetSequence
@@ -308,23 +309,24 @@ class VerifierEngine:
                 self._fail(part.sequence, grpc.StatusCode.INTERNAL, message)
             return
         self._num_failures = 0
+        now = time.monotonic()
         all_committed = []
         for part, verified in zip(step.batch, finished.results, strict=True):
             sequence = part.sequence
-            if self._sequences.get((sequence.session_id, sequence.sequence_id)) is not sequence:
+            if sequence.is_over:
                 continue  # closed while the step was in flight
             sequence.num_computed += part.num_new
             if verified is not None:
-                all_committed.append(self._commit(step, part, verified))
+                all_committed.append(self._commit(step, part, verified, now))
             elif sequence.trace is not None:
                 sequence.trace.computed_chunk(step, part)
         # Verdicts leave first: while the drafters work on them, the gateways' frames are made.
         self._flush(emit)
         self._reporter.add(Ran(step, all_committed, told_ns=time.time_ns()))
 
-    def _commit(self, step: Step, part: Scheduled, verified: Verified) -> Committed:
+    def _commit(self, step: Step, part: Scheduled, verified: Verified, now: float) -> Committed:
         sequence = part.sequence
-        position = sequence.length
+        position = len(sequence.token_ids)
         token_ids, finish_reason = _cut(sequence, verified.token_ids)
         sequence.num_computed += verified.num_accepted
         sequence.token_ids.extend(token_ids)
@@ -335,8 +337,8 @@ class VerifierEngine:
             self._remove(sequence)
         else:
             if sequence.drafter is not None:
-                self._tell_drafter(sequence, token_ids)
-            self._target.blocks.shrink(sequence.block_ids, sequence.length)
+                self._tell_drafter(sequence, token_ids, now)
+            self._target.blocks.shrink(sequence.block_ids, len(sequence.token_ids))
         committed = Committed(
             step, part, verified, position, token_ids, finish_reason, sequence.draft_wait, sequence.proposal_bytes
         )
@@ -344,13 +346,13 @@ class VerifierEngine:
         sequence.draft_wait, sequence.proposal_bytes = 0.0, 0
         return committed
 
-    def _tell_drafter(self, sequence: TargetSequence, token_ids: list[int]) -> None:
+    def _tell_drafter(self, sequence: TargetSequence, token_ids: list[int], now: float) -> None:
         assert sequence.drafter is not None
         sequence.proposals.commit(token_ids)
-        if not len(sequence.proposals) and self._links.is_outgrown_by(sequence):
+        if not sequence.proposals.waiting.token_ids and self._links.is_outgrown_by(sequence):
             self._fall_back(sequence, common_pb2.FALLBACK_REASON_DRAFTER_MAX_LENGTH)
             return
-        self._links.tell(self._output.link(sequence.drafter), sequence, token_ids)
+        self._links.tell(self._output.link(sequence.drafter), sequence, token_ids, now)
 
     def _fall_back(self, sequence: TargetSequence, reason: common_pb2.FallbackReason) -> None:
         self._leave_drafter(sequence)
@@ -383,6 +385,7 @@ class VerifierEngine:
         self._remove(sequence)
 
     def _remove(self, sequence: TargetSequence) -> None:
+        sequence.is_over = True
         del self._sequences[sequence.session_id, sequence.sequence_id]
         self._leave_drafter(sequence)
         self._scheduler.remove(sequence)

@@ -11,13 +11,12 @@ import torch
 
 from engine.batch import SequenceSlice
 from engine.sampling_tensors import SamplingTensors, penalized
-from kernels.limits import MAX_DRAFT_TOKENS
 from kernels.logprobs import token_logprobs
 from kernels.penalties import Penalties
 from kernels.rejection_sample import rejection_sample
 from outrider.v1 import common_pb2
 from verifier_service.decode_graph import DecodeGraphs, GraphRun
-from verifier_service.proposal_buffer import DraftTokens, concatenate
+from verifier_service.draft_tokens import DraftTokens, concatenate
 from verifier_service.scheduler import Scheduled
 from verifier_service.target import Target
 
@@ -28,12 +27,7 @@ class Verified:
 
     token_ids: list[int]
     num_accepted: int
-    origins: bytes  # a TokenOrigin each
-    logprobs: Sequence[common_pb2.PositionLogprobs]  # one each, or none at all
-
-
-_ACCEPTED = bytes([common_pb2.TOKEN_ORIGIN_ACCEPTED] * MAX_DRAFT_TOKENS)
-_LAST = {origin: bytes([origin]) for origin in common_pb2.TokenOrigin.values()}
+    logprobs: Sequence[common_pb2.PositionLogprobs] = ()  # one each, or none at all
 
 
 class Launched:
@@ -50,10 +44,7 @@ class Launched:
 
     def collect(self) -> list[Verified | None]:
         """What `verify` would have returned. Waits for the device."""
-        return [
-            _verified(part, num_accepted, token_ids, [])
-            for part, (num_accepted, token_ids) in zip(self._batch, self._run.collect(), strict=True)
-        ]
+        return [_verified(row) for row in self._run.collect()]
 
 
 def launch(target: Target, batch: Sequence[Scheduled]) -> Launched | None:
@@ -83,8 +74,8 @@ def verify(target: Target, batch: Sequence[Scheduled]) -> list[Verified | None]:
                 [drafts[index] for index in fitting],
                 [batch[index].is_chained for index in fitting],
             )
-            for index, (num_accepted, token_ids) in zip(fitting, run.collect(), strict=True):
-                results[index] = _verified(batch[index], num_accepted, token_ids, [])
+            for index, row in zip(fitting, run.collect(), strict=True):
+                results[index] = _verified(row)
             eager = sorted(set(eager).difference(fitting))
     if eager:
         verified = _verify_eagerly(target, [batch[index] for index in eager], [drafts[index] for index in eager])
@@ -137,7 +128,7 @@ def _sample(
         device=target.device,
     )
     all_drafts = concatenate(drafts)
-    draft_token_ids = np.asarray(all_drafts.token_ids, dtype=np.int32)
+    draft_token_ids = all_drafts.token_ids
     cu_num_drafts = np.cumsum([0, *(part.num_drafts for part in parts)], dtype=np.int32)
 
     def put(array: npt.NDArray[np.int32]) -> torch.Tensor:
@@ -168,42 +159,27 @@ def _sample(
         ),
     )
     # The one wait for the device in a step: both results in one copy.
-    results = torch.cat([sample.num_accepted.unsqueeze(1), sample.token_ids], dim=1).tolist()
-    found = [(row[0], row[1 : row[0] + 2]) for row in results]
-    first_rows = cu_num_drafts[:-1] + np.arange(len(parts))
-    return [
-        _verified(part, num_accepted, token_ids, _logprobs(logits[first_row:], token_ids, part.sequence.num_logprobs))
-        for part, (num_accepted, token_ids), first_row in zip(parts, found, first_rows.tolist(), strict=True)
+    results = [
+        _verified(row) for row in torch.cat([sample.num_accepted.unsqueeze(1), sample.token_ids], dim=1).tolist()
     ]
+    first_rows = cu_num_drafts[:-1] + np.arange(len(parts))
+    for part, verified, first_row in zip(parts, results, first_rows.tolist(), strict=True):
+        verified.logprobs = _logprobs(logits[first_row:], verified.token_ids, part.sequence.num_logprobs)
+    return results
 
 
-def _verified(
-    part: Scheduled,
-    num_accepted: int,
-    token_ids: list[int],
-    logprobs: Sequence[common_pb2.PositionLogprobs],
-) -> Verified:
-    if part.num_drafts == 0:
-        last = common_pb2.TOKEN_ORIGIN_PLAIN
-    elif num_accepted == part.num_drafts:
-        last = common_pb2.TOKEN_ORIGIN_BONUS
-    else:
-        last = common_pb2.TOKEN_ORIGIN_RECOVERED
-    return Verified(
-        token_ids=token_ids,
-        num_accepted=num_accepted,
-        origins=_ACCEPTED[:num_accepted] + _LAST[last],
-        logprobs=logprobs,
-    )
+def _verified(row: list[int]) -> Verified:
+    """What a step found for a sequence: the number of accepted draft tokens, and behind it the tokens."""
+    return Verified(row[1 : row[0] + 2], row[0])
 
 
 def _logprobs(
     logits: torch.Tensor,  # [num_rows, vocab_size], from the sequence's first row on
     token_ids: list[int],
     num_logprobs: int | None,
-) -> list[common_pb2.PositionLogprobs]:
+) -> Sequence[common_pb2.PositionLogprobs]:
     if num_logprobs is None:
-        return []
+        return ()
     found = token_logprobs(logits[: len(token_ids)], torch.tensor(token_ids, device=logits.device), num_logprobs)
     rows = zip(token_ids, found.chosen.tolist(), found.top_token_ids.tolist(), found.top_logprobs.tolist(), strict=True)
     return [

@@ -22,7 +22,7 @@ from tests.service_device import SERVICE_DEVICE
 from tests.services.sequences import target_sequence
 from tests.tiny_models import save_tiny_llama
 from verifier_service.decode_graph import DecodeGraphs
-from verifier_service.proposal_buffer import DraftTokens
+from verifier_service.draft_tokens import DraftRows, DraftTokens
 from verifier_service.scheduler import Scheduled
 from verifier_service.sequence import TargetSequence
 from verifier_service.target import Target
@@ -55,11 +55,12 @@ def capture(graphs: DecodeGraphs | DraftGraphs) -> None:
 def random_draft(generator: np.random.Generator, num_tokens: int, num_candidates: int) -> DraftTokens:
     """Draft tokens with a uniform q over some candidates, or none at all."""
     if num_candidates == 0:
-        none = np.empty((num_tokens, 0), np.int32)
-        return DraftTokens(generator.integers(0, VOCABULARY, num_tokens).tolist(), none, none)
-    ids = np.stack([generator.choice(VOCABULARY, num_candidates, replace=False) for _ in range(num_tokens)])
+        ids = generator.integers(0, VOCABULARY, (num_tokens, 1)).astype(np.int32)
+        return DraftTokens(ids[:, 0].tolist(), DraftRows(ids[:, 0], ids[:, :0], ids[:, :0]))
+    rows = [generator.choice(VOCABULARY, num_candidates, replace=False) for _ in range(num_tokens)]
+    ids = np.stack(rows).astype(np.int32)
     weights = np.full((num_tokens, num_candidates), 65536 // num_candidates, np.int32)
-    return DraftTokens(ids[:, 0].tolist(), ids.astype(np.int32), weights)
+    return DraftTokens(ids[:, 0].tolist(), DraftRows(ids[:, 0], ids, weights))
 
 
 def prefilled(target: Target, sampling: SamplingParameters, length: int, seed: int) -> TargetSequence:

@@ -10,14 +10,8 @@ import pytest
 from engine.wire import MAX_CANDIDATES, pack_tokens
 from kernels.limits import MAX_DRAFT_TOKENS
 from outrider.v1 import drafter_pb2
-from verifier_service.proposal_buffer import (
-    MAX_BUFFERED_TOKENS,
-    DraftTokens,
-    ProposalBuffer,
-    ProposalError,
-    concatenate,
-    parse_proposals,
-)
+from verifier_service.draft_tokens import NO_DRAFT_TOKENS, DraftRows, DraftTokens, concatenate, copy_rows
+from verifier_service.proposal_buffer import MAX_BUFFERED_TOKENS, ProposalBuffer, ProposalError, parse_proposals
 
 VOCABULARY = 100
 COMMITTED = [1, 2, 3]
@@ -192,13 +186,45 @@ def test_what_is_unusual_but_right_is_taken() -> None:
     assert draft.candidate_weights.tolist() == [[1, 65535, 0, 0], [0, 0, 0, 0]]
 
 
-def test_drafts_of_different_width_in_one_batch() -> None:
-    """Catches candidates that move to a neighbour when one sequence has more of them than another."""
-    one_hot = DraftTokens([1], np.empty((1, 0), np.int32), np.empty((1, 0), np.int32))
-    sparse = DraftTokens([2], np.array([[2, 3]], np.int32), np.array([[60000, 5536]], np.int32))
-    none = DraftTokens([], np.empty((0, 0), np.int32), np.empty((0, 0), np.int32))
-    together = concatenate([one_hot, none, sparse])
-    assert together.token_ids == [1, 2]
-    assert together.candidate_ids.tolist() == [[0, 0], [2, 3]]
-    assert together.candidate_weights.tolist() == [[0, 0], [60000, 5536]]
-    assert len(concatenate([])) == 0
+@pytest.mark.parametrize(
+    "order",
+    [
+        [0, 1, 2],  # as they came
+        [2, 0, 1],
+        [0, 2],
+        [1, 3, 0],  # of two frames, one wider than the other
+        [4],
+        [4, 1],
+        [],
+    ],
+)
+def test_draft_tokens_are_put_together_in_any_order(order: list[int]) -> None:
+    """Catches candidates that move to a neighbour when the rows of a frame are copied at once."""
+    tokens = [[4, 5], [6], [7, 8, 9], [10, 11], [12]]
+    frames = [
+        [proposal(ids, ids=[[i, 50 + i] for i in ids], weights=[[65536 - i, i] for i in ids]) for ids in tokens[:3]],
+        [proposal(tokens[3], ids=[[i] for i in tokens[3]], weights=[[0] for _ in tokens[3]]), proposal(tokens[4])],
+    ]
+    parsed = [draft for frame in frames for draft in parse_proposals(frame, VOCABULARY)]
+    drafts = []
+    for index in order:
+        draft = parsed[index]
+        assert isinstance(draft, DraftTokens)
+        drafts += [NO_DRAFT_TOKENS, draft]
+    expected = [token_id for draft in drafts for token_id in draft.token_ids]
+    together = concatenate(drafts)
+    assert together.token_ids.tolist() == expected
+    assert together.num_candidates == max((draft.rows.num_candidates for draft in drafts), default=0)
+    for token_id, ids, weights in zip(
+        expected, together.candidate_ids.tolist(), together.candidate_weights.tolist(), strict=True
+    ):
+        q = dict(zip(ids, weights, strict=True)) if any(weights) else {}
+        assert q == ({token_id: 65536 - token_id, 50 + token_id: token_id} if token_id < 10 else {})
+    # Into rows that are wider, more, and hold what another step left.
+    target = DraftRows.empty(20, 5)
+    target.candidate_weights.fill(7)
+    copy_rows(drafts, target)
+    assert target.token_ids[: len(expected)].tolist() == expected
+    width = together.num_candidates
+    np.testing.assert_array_equal(target.candidate_weights[: len(expected), :width], together.candidate_weights)
+    assert not target.candidate_weights[: len(expected), width:].any()
