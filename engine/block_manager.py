@@ -17,7 +17,7 @@ class BlockTable(list[int]):
     def __init__(self) -> None:
         super().__init__()
         self._array = np.empty(16, dtype=np.int32)
-        # Counts the changes, so that who has a copy knows whether it is still good.
+        # Counts the blocks ever added, so that who has a copy knows whether it still begins as the table does.
         self.version = 0
 
     @property
@@ -69,7 +69,6 @@ class BlockManager:
             return
         self._free.extend(reversed(block_ids[keep:]))
         del block_ids[keep:]
-        block_ids.version += 1
 
     def free(self, block_ids: BlockTable) -> None:
         """Give back all of `block_ids`, emptying it."""

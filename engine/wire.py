@@ -57,15 +57,15 @@ def pack_candidates(
 
 def unpack_candidates(
     ids: bytes, weights: bytes, num_tokens: int
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """(candidate ids, candidate weights), both [num_tokens, m], m = 0 when both are empty.
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint16]]:
+    """(candidate ids, candidate weights), views of the bytes, both [num_tokens, m], m = 0 when both are empty.
 
     Raises ValueError as `candidates_per_token` does.
     """
     shape = (num_tokens, candidates_per_token(len(ids), len(weights), num_tokens))
     return (
         np.frombuffer(ids, dtype=SIGNED_TOKEN).reshape(shape),
-        np.frombuffer(weights, dtype=_WEIGHT).astype(np.int32).reshape(shape),
+        np.frombuffer(weights, dtype=_WEIGHT).reshape(shape),
     )
 
 

@@ -15,7 +15,7 @@ class DraftRows:
 
     token_ids: npt.NDArray[np.int32]  # [num_rows]
     candidate_ids: npt.NDArray[np.int32]  # [num_rows, m]
-    candidate_weights: npt.NDArray[np.int32]  # [num_rows, m]; a row of zeros is one-hot
+    candidate_weights: npt.NDArray[np.integer]  # [num_rows, m] uint16 or int32; a row of zeros is one-hot
     num_candidates: int = field(init=False)  # m
 
     def __post_init__(self) -> None:
@@ -49,7 +49,7 @@ class DraftTokens:
         return self.rows.candidate_ids[self.first_row : self.first_row + len(self.token_ids)]
 
     @property
-    def candidate_weights(self) -> npt.NDArray[np.int32]:
+    def candidate_weights(self) -> npt.NDArray[np.integer]:
         """[num_tokens, m]."""
         return self.rows.candidate_weights[self.first_row : self.first_row + len(self.token_ids)]
 

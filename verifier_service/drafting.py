@@ -108,17 +108,22 @@ class DraftingLinks:
         verdict.num_committed = len(sequence.token_ids)
         verdict.token_ids = pack_tokens(token_ids)
 
-    def take(self, sequence: TargetSequence, proposal: drafter_pb2.Proposal, drafts: DraftTokens, now: float) -> None:
-        """Buffer a proposal that has come `now`, monotonic. Raises ProposalError when it breaks the protocol."""
-        sequence.proposals.offer(proposal.epoch, proposal.position, drafts, sequence.token_ids)
+    def take(self, sequence: TargetSequence, proposal: drafter_pb2.Proposal, drafts: DraftTokens, now: float) -> int:
+        """Buffer a proposal that has come `now`, monotonic; how many of its tokens are too late to be verified.
+
+        Raises ProposalError when it breaks the protocol.
+        """
+        num_stale = sequence.proposals.offer(proposal.epoch, proposal.position, drafts, sequence.token_ids)
         sequence.has_had_proposal = True
         if sequence.behind_since is not None:
             self._end_lag(sequence, now)
         if sequence.proposals.waiting.token_ids:
             sequence.num_late_in_a_row = 0
-            sequence.proposal_bytes += drafts.num_bytes
+            if sequence.trace is not None:
+                sequence.proposal_bytes += drafts.num_bytes
             self._gathering.answered(sequence, now)
             self._end_wait(sequence, now)
+        return num_stale
 
     def take_refusal(
         self, sequence: TargetSequence, refusal: drafter_pb2.NoProposal

@@ -30,43 +30,45 @@ class ProposalBuffer:
     the first one of the next arrives.
     """
 
-    __slots__ = ("epoch", "num_stale", "waiting")
+    __slots__ = ("epoch", "waiting")
 
     def __init__(self) -> None:
         self.epoch = 0
-        self.num_stale = 0  # draft tokens that arrived too late to be verified
         self.waiting = NO_DRAFT_TOKENS  # for the positions right behind the committed tokens
 
     def __len__(self) -> int:
         return len(self.waiting.token_ids)
 
-    def offer(self, epoch: int, position: int, drafts: DraftTokens, committed: list[int]) -> None:
-        """Take in a proposal that has just arrived. Raises ProposalError when it breaks the protocol."""
+    def offer(self, epoch: int, position: int, drafts: DraftTokens, committed: list[int]) -> int:
+        """Take in a proposal that has just arrived; how many of its tokens are too late to be verified.
+
+        Raises ProposalError when it breaks the protocol.
+        """
         if epoch > self.epoch:
             raise ProposalError(f"epoch: {epoch} has not begun, {self.epoch} has not ended")
         num_offered = len(drafts.token_ids)
         if epoch < self.epoch:
-            self.num_stale += num_offered
-            return
+            return num_offered
         num_committed, num_waiting = len(committed), len(self.waiting.token_ids)
         next_position = num_committed + num_waiting
         if position > next_position or (num_waiting and position != next_position):
             raise ProposalError(f"position: {position} leaves a gap or repeats, {next_position} comes next")
         if num_waiting + num_offered > MAX_BUFFERED_TOKENS:
             raise ProposalError(f"token_ids: more than {MAX_BUFFERED_TOKENS} draft tokens wait for this sequence")
+        num_stale = 0
         if position < num_committed:
             # Committed while the proposal was on its way: compared now, as the drafter does with the verdict.
             overtaken = committed[position : position + num_offered]
             if overtaken != drafts.token_ids[: len(overtaken)]:
                 self.epoch += 1
-                self.num_stale += num_offered
-                return
-            self.num_stale += len(overtaken)
-            drafts = drafts.part(len(overtaken))
+                return num_offered
+            num_stale = len(overtaken)
+            drafts = drafts.part(num_stale)
         if num_waiting:
             together = concatenate([self.waiting, drafts])
             drafts = DraftTokens([*self.waiting.token_ids, *drafts.token_ids], together)
         self.waiting = drafts
+        return num_stale
 
     def peek(self, num_tokens: int) -> DraftTokens:
         """The next draft tokens, `num_tokens` at most; they stay until `commit`."""

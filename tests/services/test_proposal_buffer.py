@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -36,11 +37,11 @@ def proposal(
     )
 
 
-def offer(buffer: ProposalBuffer, one: drafter_pb2.Proposal, committed: list[int]) -> None:
-    """Parse a proposal and let it arrive."""
+def offer(buffer: ProposalBuffer, one: drafter_pb2.Proposal, committed: list[int]) -> int:
+    """Parse a proposal and let it arrive; how many of its tokens are too late."""
     (drafts,) = parse_proposals([one], VOCABULARY)
     assert isinstance(drafts, DraftTokens)
-    buffer.offer(one.epoch, one.position, drafts, committed)
+    return buffer.offer(one.epoch, one.position, drafts, committed)
 
 
 def offered(*proposals: drafter_pb2.Proposal, committed: list[int] = COMMITTED) -> ProposalBuffer:
@@ -84,8 +85,8 @@ def test_one_verdict_ends_one_epoch() -> None:
 def test_stale_epochs_are_dropped() -> None:
     buffer = offered(proposal([4, 5]))
     buffer.commit([9])
-    offer(buffer, proposal([6], position=5), [1, 2, 3, 9])
-    assert (buffer.epoch, len(buffer), buffer.num_stale) == (1, 0, 1)
+    assert offer(buffer, proposal([6], position=5), [1, 2, 3, 9]) == 1
+    assert (buffer.epoch, len(buffer)) == (1, 0)
     offer(buffer, proposal([7], position=4, epoch=1), [1, 2, 3, 9])
     assert buffer.peek(9).token_ids == [7]
 
@@ -97,12 +98,15 @@ def test_an_epoch_that_has_not_begun_is_refused() -> None:
 
 def test_what_was_committed_meanwhile_is_compared_on_arrival() -> None:
     """Catches a late proposal that is verified one position off, or not at all although it was right."""
-    buffer = offered(proposal([4, 5, 6]), committed=[1, 2, 3, 4])
-    assert (buffer.epoch, buffer.peek(9).token_ids, buffer.num_stale) == (0, [5, 6], 1)
-    buffer = offered(proposal([4, 5, 6]), committed=[1, 2, 3, 4, 9])
-    assert (buffer.epoch, len(buffer), buffer.num_stale) == (1, 0, 3)
-    buffer = offered(proposal([4, 5]), committed=[1, 2, 3, 4, 5, 6, 7])
-    assert (buffer.epoch, len(buffer), buffer.num_stale) == (0, 0, 2)
+    buffer = ProposalBuffer()
+    assert offer(buffer, proposal([4, 5, 6]), [1, 2, 3, 4]) == 1
+    assert (buffer.epoch, buffer.peek(9).token_ids) == (0, [5, 6])
+    buffer = ProposalBuffer()
+    assert offer(buffer, proposal([4, 5, 6]), [1, 2, 3, 4, 9]) == 3
+    assert (buffer.epoch, len(buffer)) == (1, 0)
+    buffer = ProposalBuffer()
+    assert offer(buffer, proposal([4, 5]), [1, 2, 3, 4, 5, 6, 7]) == 2
+    assert (buffer.epoch, len(buffer)) == (0, 0)
 
 
 def test_candidates_stay_with_their_tokens() -> None:
@@ -175,6 +179,45 @@ def test_what_would_make_verification_wrong_is_refused(bad: Callable[[], drafter
     # It costs nobody else anything.
     assert isinstance(first, DraftTokens)
     assert isinstance(last, DraftTokens)
+
+
+def is_fine(token: int, ids: Sequence[int], weights: Sequence[int]) -> bool:
+    """Whether a row is what the protocol wants, written down as it says it."""
+    q = [(candidate, weight) for candidate, weight in zip(ids, weights, strict=True) if weight]
+    names = [candidate for candidate, _ in q]
+    if not q:
+        return True
+    return sum(weights) == 65536 and len(set(names)) == len(names) and max(names) < VOCABULARY and token in names
+
+
+def test_all_proposals_at_once_are_judged_as_each_alone() -> None:
+    """Catches a check that is cheap because it looks at the usual case alone."""
+    chance = random.Random(0)
+    verdicts = []
+    for _ in range(400):
+        width = chance.choice([1, 2, 2, 3, 5])
+        frame, expected = [], []
+        for _ in range(chance.choice([1, 1, 2, 6])):
+            rows = []
+            for _ in range(chance.choice([1, 1, 2, 4])):
+                ids = chance.choices([1, 2, 3, 4, 5, 6, 7, VOCABULARY, 2**32 - 1], k=width)
+                ids = ids if chance.random() < 0.3 else chance.sample(range(VOCABULARY), width)
+                # Weights that sum up, but for one row in ten, and some of which are 0.
+                cuts = sorted(chance.choices([0, 1, 9000, 65535], k=width - 1))
+                total = 65535 if width == 1 or chance.random() < 0.1 else 65536
+                weights = [right - left for left, right in zip([0, *cuts], [*cuts, total], strict=True)]
+                if width == 1 or chance.random() < 0.2:
+                    weights = [0] * width
+                weights = [min(weight, 65535) for weight in weights]
+                token = chance.choice(ids) if chance.random() < 0.9 else 7
+                rows.append((min(token, VOCABULARY - 1), ids, weights))
+            tokens, all_ids, all_weights = zip(*rows, strict=True)
+            frame.append(proposal(tokens, ids=all_ids, weights=all_weights))
+            expected.append(all(is_fine(*row) for row in rows))
+        found = [isinstance(draft, DraftTokens) for draft in parse_proposals(frame, VOCABULARY)]
+        assert found == expected
+        verdicts += found
+    assert 200 < sum(verdicts) < len(verdicts) - 200
 
 
 def test_what_is_unusual_but_right_is_taken() -> None:
