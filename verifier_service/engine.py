@@ -329,7 +329,7 @@ class VerifierEngine:
         token_ids, finish_reason = verified.token_ids, generation_pb2.FINISH_REASON_UNSPECIFIED
         length = position + len(token_ids)
         if length >= sequence.length_limit or not sequence.last_token_ids.isdisjoint(token_ids):
-            token_ids, finish_reason = _cut(sequence, token_ids)
+            token_ids, finish_reason = sequence.cut(token_ids)
         sequence.num_computed += part.num_new + verified.num_accepted
         sequence.token_ids += token_ids
         if sequence.history is not None:
@@ -398,18 +398,3 @@ class VerifierEngine:
                 frame.load.CopyFrom(self.load_report())
             emit(self._output)
             self._output = StepOutput()
-
-
-def _cut(sequence: TargetSequence, token_ids: list[int]) -> tuple[list[int], generation_pb2.FinishReason]:
-    """What of newly sampled tokens the sequence keeps, and why it ends there (UNSPECIFIED: it does not)."""
-    for index, token_id in enumerate(token_ids):
-        if token_id in sequence.eos_token_ids:
-            reason = generation_pb2.FINISH_REASON_EOS
-        elif token_id in sequence.stop_token_ids:
-            reason = generation_pb2.FINISH_REASON_STOP_TOKEN
-        elif sequence.length + index + 1 >= sequence.length_limit:
-            reason = generation_pb2.FINISH_REASON_LENGTH
-        else:
-            continue
-        return token_ids[: index + 1], reason
-    return token_ids, generation_pb2.FINISH_REASON_UNSPECIFIED

@@ -171,11 +171,10 @@ class Scheduler:
         missing_drafters: list[LinkKey] = []  # for each that should wait for one, or whose step is in flight
         for place, sequence in enumerate(self.running):
             drafter, length = sequence.drafter, len(sequence.token_ids)
-            # As `is_speculating` and `_num_drafts` say.
-            if drafter is None or not sequence.num_committed_here or length + 1 >= sequence.length_limit:
+            # As `is_speculating` says, and below `_num_drafts`; a drafter that cannot help any more counts for none.
+            if not sequence.num_committed_here or length + 1 >= sequence.length_limit:
                 drafter = None
-            else:
-                num_speculating += 1
+            num_speculating += drafter is not None
             if sequence.num_in_flight:
                 if drafter is not None:
                     missing_drafters.append(drafter)

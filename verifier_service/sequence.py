@@ -9,7 +9,7 @@ from engine.block_manager import BlockTable
 from engine.logs import Subject
 from engine.sampling_parameters import SamplingParameters
 from kernels.penalties import TokenHistory
-from outrider.v1 import common_pb2
+from outrider.v1 import common_pb2, generation_pb2
 from verifier_service.proposal_buffer import ProposalBuffer
 from verifier_service.sequence_trace import SequenceTrace
 
@@ -157,6 +157,20 @@ class TargetSequence:
             and self.plain_position != len(self.token_ids)
             and self.is_speculating
         )
+
+    def cut(self, token_ids: list[int]) -> tuple[list[int], generation_pb2.FinishReason]:
+        """What of newly sampled tokens the sequence keeps, and why it ends there (UNSPECIFIED: it does not)."""
+        for index, token_id in enumerate(token_ids):
+            if token_id in self.eos_token_ids:
+                reason = generation_pb2.FINISH_REASON_EOS
+            elif token_id in self.stop_token_ids:
+                reason = generation_pb2.FINISH_REASON_STOP_TOKEN
+            elif self.length + index + 1 >= self.length_limit:
+                reason = generation_pb2.FINISH_REASON_LENGTH
+            else:
+                continue
+            return token_ids[: index + 1], reason
+        return token_ids, generation_pb2.FINISH_REASON_UNSPECIFIED
 
     def fall_back(self, reason: common_pb2.FallbackReason) -> None:
         """Go on without a drafter, for good."""
