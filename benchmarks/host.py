@@ -33,7 +33,7 @@ from drafter_service.engine import DrafterEngine, EngineOutput, FrameArrived, Se
 from drafter_service.model_drafter import ModelDrafter
 from engine.block_manager import BlockManager
 from engine.static_tensors import StaticTensors
-from outrider.v1 import common_pb2, drafter_pb2
+from outrider.v1 import drafter_pb2
 from verifier_service.decode_graph import DecodeGraph, DecodeGraphs
 from verifier_service.engine import VerifierEngine
 from verifier_service.events import Event, LinkUp, ProposalsArrived, SequenceOpened, StepOutput
@@ -247,8 +247,7 @@ def _prompts(planned: Sequence[Any]) -> list[Any]:
 
 def _prompt_step(target: Any, batch: Sequence[Scheduled]) -> list[Verified | None]:
     """The verifier's pass over prompts."""
-    plain = bytes([common_pb2.TOKEN_ORIGIN_PLAIN])
-    return [Verified([5], 0, plain, []) if part.is_sampled else None for part in batch]
+    return [Verified([5], 0) if part.is_sampled else None for part in batch]
 
 
 def summary(records: Sequence[Record]) -> str:

@@ -30,7 +30,7 @@ from drafter_service.engine import DrafterEngine, DraftRecords, EngineOutput, Fr
 from drafter_service.sequence import DraftSequence
 from engine.block_manager import BlockManager
 from engine.telemetry import Telemetry, context_of
-from outrider.v1 import common_pb2, verifier_pb2
+from outrider.v1 import verifier_pb2
 from verifier_service.engine import VerifierEngine
 from verifier_service.events import LinkUp, ProposalsArrived, SequenceOpened, StepOutput
 from verifier_service.proposal_buffer import parse_proposals
@@ -92,14 +92,8 @@ class _Drafter:
 
 def _verify(target: Any, batch: Sequence[Scheduled]) -> list[Verified]:
     """Accepts two and recovers one, as often as there are so many."""
-    accepted, recovered = common_pb2.TOKEN_ORIGIN_ACCEPTED, common_pb2.TOKEN_ORIGIN_RECOVERED
-    results = []
-    for part in batch:
-        num_accepted = min(2, part.num_drafts)
-        results.append(
-            Verified([1] * num_accepted + [2], num_accepted, bytes([accepted] * num_accepted + [recovered]), [])
-        )
-    return results
+    accepted = [min(2, part.num_drafts) for part in batch]
+    return [Verified([1] * num_accepted + [2], num_accepted) for num_accepted in accepted]
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ class BlockTable(list[int]):
     def __init__(self) -> None:
         super().__init__()
         self._array = np.empty(16, dtype=np.int32)
-        # Counts the changes, so that who has a copy knows whether it is still good.
+        # Counts the blocks ever added, so that who has a copy knows whether it still begins as the table does.
         self.version = 0
 
     @property
@@ -53,7 +53,7 @@ class BlockManager:
 
     def grow(self, block_ids: BlockTable, num_tokens: int) -> bool:
         """Extend `block_ids` in place to cover `num_tokens`; False, and nothing changed, if too few are free."""
-        missing = self.blocks_for(num_tokens) - len(block_ids)
+        missing = -(-num_tokens // self.block_size) - len(block_ids)
         if missing <= 0:
             return True
         if missing > len(self._free):
@@ -64,12 +64,11 @@ class BlockManager:
 
     def shrink(self, block_ids: BlockTable, num_tokens: int) -> None:
         """Give back the blocks of `block_ids`, in place, that `num_tokens` tokens do not need."""
-        keep = self.blocks_for(num_tokens)
+        keep = -(-num_tokens // self.block_size)
         if keep >= len(block_ids):
             return
         self._free.extend(reversed(block_ids[keep:]))
         del block_ids[keep:]
-        block_ids.version += 1
 
     def free(self, block_ids: BlockTable) -> None:
         """Give back all of `block_ids`, emptying it."""

@@ -19,7 +19,8 @@ MAX_CANDIDATES = 1024
 _TOKEN = np.dtype("<u4")
 _TYPE_CODE = "I"  # 32 bits wherever Python runs
 _IS_SWAPPED = sys.byteorder == "big"
-_SIGNED_TOKEN = np.dtype("<i4")
+# How numpy reads packed token ids: those from 2**31 on come out below zero, which no vocabulary has.
+SIGNED_TOKEN = np.dtype("<i4")
 _WEIGHT = np.dtype("<u2")
 
 
@@ -56,27 +57,28 @@ def pack_candidates(
 
 def unpack_candidates(
     ids: bytes, weights: bytes, num_tokens: int
-) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:
-    """(candidate ids, candidate weights), both [num_tokens, m], m = 0 when both are empty.
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.uint16]]:
+    """(candidate ids, candidate weights), views of the bytes, both [num_tokens, m], m = 0 when both are empty.
 
     Raises ValueError as `candidates_per_token` does.
     """
-    shape = (num_tokens, candidates_per_token(ids, weights, num_tokens))
+    shape = (num_tokens, candidates_per_token(len(ids), len(weights), num_tokens))
     return (
-        # Ids from 2**31 on come out below zero: no vocabulary has them.
-        np.frombuffer(ids, dtype=_SIGNED_TOKEN).reshape(shape),
-        np.frombuffer(weights, dtype=_WEIGHT).astype(np.int32).reshape(shape),
+        np.frombuffer(ids, dtype=SIGNED_TOKEN).reshape(shape),
+        np.frombuffer(weights, dtype=_WEIGHT).reshape(shape),
     )
 
 
-def candidates_per_token(ids: bytes, weights: bytes, num_tokens: int) -> int:
-    """How many candidates, m, each of the draft tokens has in the packed bytes.
+def candidates_per_token(num_id_bytes: int, num_weight_bytes: int, num_tokens: int) -> int:
+    """How many candidates, m, each of the draft tokens has in so many packed bytes.
 
     Raises ValueError when the two lengths do not fit `num_tokens` or each other, or m is above MAX_CANDIDATES.
     """
-    per_token, remainder = divmod(len(weights), 2 * num_tokens)
-    if remainder or len(ids) != 2 * len(weights):
-        raise ValueError(f"{len(ids)} bytes of ids and {len(weights)} of weights do not fit {num_tokens} draft tokens")
+    per_token, remainder = divmod(num_weight_bytes, 2 * num_tokens)
+    if remainder or num_id_bytes != 2 * num_weight_bytes:
+        raise ValueError(
+            f"{num_id_bytes} bytes of ids and {num_weight_bytes} of weights do not fit {num_tokens} draft tokens"
+        )
     if per_token > MAX_CANDIDATES:
         raise ValueError(f"{per_token} candidates a draft token, at most {MAX_CANDIDATES} are taken")
     return per_token

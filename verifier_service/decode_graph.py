@@ -20,7 +20,7 @@ from engine.cuda_graph import GraphPool, batch_buckets
 from engine.model_runner import ModelRunner
 from engine.static_tensors import StaticTensors, TensorSpec
 from kernels.rejection_sample import rejection_sample
-from verifier_service.proposal_buffer import DraftTokens
+from verifier_service.draft_tokens import DraftRows, DraftTokens, copy_rows
 from verifier_service.sequence import TargetSequence
 
 # Steps that may be launched and not yet collected: one that the device works on, and one that it finds when it is done.
@@ -74,16 +74,16 @@ class DecodeGraphs:
         return (
             sequence.history is None
             and sequence.num_logprobs is None
-            and len(draft) <= self._max_draft_tokens
-            and draft.candidate_ids.shape[1] <= self._num_candidates
+            and len(draft.token_ids) <= self._max_draft_tokens
+            and draft.rows.num_candidates <= self._num_candidates
         )
 
     def launch(
         self, sequences: Sequence[TargetSequence], drafts: Sequence[DraftTokens], is_chained: Sequence[bool]
     ) -> GraphRun:
         """Begin a step of at most `max_sequences` that fit; see `DecodeGraph.launch`."""
-        query_len = self._max_draft_tokens + 1 if any(len(draft) for draft in drafts) else 1
-        is_filtered = any(sequence.sampling.has_filters for sequence in sequences)
+        query_len = self._max_draft_tokens + 1 if any(draft.token_ids for draft in drafts) else 1
+        is_filtered = any(sequence.has_filters for sequence in sequences)
         num_sequences = next(bucket for bucket in self._buckets if bucket >= len(sequences))
         return self._graphs[GraphShape(num_sequences, query_len, is_filtered)].launch(sequences, drafts, is_chained)
 
@@ -100,19 +100,37 @@ class GraphRun:
         """Whether `collect` would not wait."""
         return self._event is None or bool(self._event.query())  # type: ignore[no-untyped-call]
 
-    def collect(self) -> list[tuple[int, list[int]]]:
-        """For each sequence the number of accepted draft tokens, and all tokens that it commits. Waits."""
+    def collect(self) -> list[list[int]]:
+        """For each sequence the number of accepted draft tokens, and behind it all tokens that it commits, and more
+        that mean nothing. Waits."""
         if self._event is not None:
             self._event.synchronize()
-        return [(row[0], row[1 : row[0] + 2]) for row in self._results.tolist()]
+        rows: list[list[int]] = self._results.tolist()
+        return rows
+
+
+class _Layout:
+    """Where the tokens of a step stand, sequence behind sequence, each with its draft tokens behind its last one."""
+
+    def __init__(self, num_drafts: Sequence[int]) -> None:
+        self.num_drafts = np.array(num_drafts, np.int64)  # [num_sequences]
+        self.ends = np.cumsum(self.num_drafts + 1)  # [num_sequences], of each sequence's tokens
+        self.last_tokens = self.ends - self.num_drafts - 1  # [num_sequences], places of the last committed tokens
+        self.num_tokens = int(self.ends[-1])
+        self.owners = np.repeat(np.arange(len(num_drafts)), self.num_drafts + 1)  # [num_tokens], whose they are
+        # [num_tokens], how far behind the sequence's last committed token.
+        self.offsets = np.arange(self.num_tokens) - self.last_tokens[self.owners]
+        self.draft_tokens = np.flatnonzero(self.offsets)  # [total_drafts], their places
 
 
 @dataclass
 class _Filled:
-    """What a mirror of the inputs holds: which sequences, and which versions of their block tables."""
+    """What a mirror of the inputs holds and need not be written again."""
 
     sequence_ids: list[int] = field(default_factory=list)  # no more of them, or they would outlive their end here
-    versions: list[int] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)  # of their block tables
+    num_drafts: list[int] = field(default_factory=list)
+    layout: _Layout | None = None  # for so many drafts
 
 
 class DecodeGraph:
@@ -230,41 +248,43 @@ class DecodeGraph:
     def _fill(
         self, sequences: Sequence[TargetSequence], drafts: Sequence[DraftTokens], is_chained: Sequence[bool]
     ) -> None:
-        host = self._inputs.host
-        block_size = self._runner.block_size
-        num_sequences = len(sequences)
-        lengths = np.array([len(sequence.token_ids) for sequence in sequences]) + is_chained
-        num_drafts = np.array([len(draft.token_ids) for draft in drafts])
-        query_lens = num_drafts + 1
-        ends = np.cumsum(query_lens)
-        num_tokens, total_drafts = int(ends[-1]), int(ends[-1]) - num_sequences
-        owners = np.repeat(np.arange(num_sequences), query_lens)
-        # The last committed token stands at position length - 1, its draft tokens behind it.
-        positions = np.arange(num_tokens) - (ends - query_lens)[owners] + lengths[owners] - 1
-
+        host, num_sequences = self._inputs.host, len(sequences)
         self._fill_constants(sequences)
+        layout = self._fill_layout([len(draft.token_ids) for draft in drafts])
+        num_tokens = layout.num_tokens
+        lengths = np.array([len(sequence.token_ids) for sequence in sequences])
         if self.shape.query_len == 1:
+            lengths += is_chained
             host["is_chained"][:num_sequences] = is_chained
             host["slots"][:num_sequences] = [sequence.block_ids[0] for sequence in sequences]
-        tables = host["block_tables"]
-        tokens: list[int] = []
-        draft_tokens: list[int] = []
-        for sequence, draft in zip(sequences, drafts, strict=True):
-            tokens.append(sequence.token_ids[-1])
-            tokens += draft.token_ids
-            draft_tokens += draft.token_ids
-        host["token_ids"][:num_tokens] = tokens
-        host["positions"][:num_tokens] = positions
-        host["slot_mapping"][:num_tokens] = (
-            tables[owners, positions // block_size].astype(np.int64) * block_size + positions % block_size
-        )
-        host["cu_query_lens"][1 : num_sequences + 1] = ends
-        host["context_lens"][:num_sequences] = lengths + num_drafts
-        host["cu_num_drafts"][1 : num_sequences + 1] = ends - np.arange(1, num_sequences + 1)
-        host["draft_token_ids"][:total_drafts] = draft_tokens
-        self._fill_candidates(drafts, total_drafts)
+        host["context_lens"][:num_sequences] = lengths + layout.num_drafts
         host["sample_positions"][:num_sequences] = lengths
-        self._fill_padding(num_sequences, num_tokens, total_drafts)
+
+        copy_rows(drafts, DraftRows(host["draft_token_ids"], host["candidate_ids"], host["candidate_weights"]))
+        tokens = host["token_ids"]
+        tokens[layout.last_tokens] = [sequence.token_ids[-1] for sequence in sequences]
+        tokens[layout.draft_tokens] = host["draft_token_ids"][: num_tokens - num_sequences]
+
+        # The last committed token stands at position length - 1, its draft tokens behind it.
+        positions = (lengths - 1)[layout.owners] + layout.offsets
+        host["positions"][:num_tokens] = positions
+        blocks, places = np.divmod(positions, self._runner.block_size)
+        slots = host["slot_mapping"][:num_tokens]
+        slots[:] = host["block_tables"][layout.owners, blocks]
+        slots *= self._runner.block_size
+        slots += places
+
+    def _fill_layout(self, num_drafts: list[int]) -> _Layout:
+        """What follows from the numbers of draft tokens alone, unless the mirror holds it; the layout."""
+        filled = self._filled[self._inputs.index]
+        if filled.layout is None or filled.num_drafts != num_drafts:
+            host, num_sequences = self._inputs.host, len(num_drafts)
+            layout = _Layout(num_drafts)
+            host["cu_query_lens"][1 : num_sequences + 1] = layout.ends
+            host["cu_num_drafts"][1 : num_sequences + 1] = np.cumsum(layout.num_drafts)
+            self._fill_padding(num_sequences, layout.num_tokens, layout.num_tokens - num_sequences)
+            filled.num_drafts, filled.layout = num_drafts, layout
+        return filled.layout
 
     def _fill_constants(self, sequences: Sequence[TargetSequence]) -> None:
         """What stays as it is from step to step: of a mirror that held the same sequences, only their new blocks."""
@@ -284,25 +304,6 @@ class DecodeGraph:
             if block_ids.version != version:
                 filled.versions[row] = block_ids.version
                 host["block_tables"][row, : len(block_ids)] = block_ids.array
-
-    def _fill_candidates(self, drafts: Sequence[DraftTokens], total_drafts: int) -> None:
-        ids, weights = self._inputs.host["candidate_ids"], self._inputs.host["candidate_weights"]
-        given = [draft for draft in drafts if draft.token_ids]
-        widths = {draft.candidate_ids.shape[1] for draft in given}
-        if len(widths) == 1:
-            # The usual case, in one call for each.
-            (width,) = widths
-            np.concatenate([draft.candidate_ids for draft in given], out=ids[:total_drafts, :width])
-            np.concatenate([draft.candidate_weights for draft in given], out=weights[:total_drafts, :width])
-            weights[:total_drafts, width:] = 0
-            return
-        weights[:total_drafts] = 0
-        start = 0
-        for draft in given:
-            end, width = start + len(draft), draft.candidate_ids.shape[1]
-            ids[start:end, :width] = draft.candidate_ids
-            weights[start:end, :width] = draft.candidate_weights
-            start = end
 
     def _fill_padding(self, num_sequences: int, num_tokens: int, total_drafts: int) -> None:
         """Sequences without tokens or drafts, and tokens that no sequence owns and the cache does not keep."""

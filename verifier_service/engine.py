@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import grpc
 
 from engine.errors import code_number
 from engine.logs import about
 from outrider.v1 import common_pb2, drafter_pb2, generation_pb2, verifier_pb2
+from verifier_service.draft_tokens import DraftTokens
 from verifier_service.drafting import DraftingLinks
 from verifier_service.events import (
     Event,
@@ -26,7 +27,7 @@ from verifier_service.events import (
 )
 from verifier_service.gathering import Gathering
 from verifier_service.pipeline import Finished, Pipeline
-from verifier_service.proposal_buffer import DraftTokens, ProposalError
+from verifier_service.proposal_buffer import ProposalError
 from verifier_service.reporting import Committed, Ran, Reporter
 from verifier_service.scheduler import Scheduled, Scheduler
 from verifier_service.sequence import LinkKey, TargetSequence
@@ -245,7 +246,7 @@ class VerifierEngine:
         draft_seconds: float,
     ) -> None:
         now = time.monotonic()
-        num_stale, round_trip = 0, 0.0
+        num_stale, awaited_since = 0, now
         for proposal, drafts in zip(proposals, parsed, strict=True):
             sequence = self._drafted_by(key, proposal.sequence_id)
             if sequence is None:
@@ -253,11 +254,9 @@ class VerifierEngine:
             try:
                 if isinstance(drafts, ProposalError):
                     raise drafts
-                if sequence.waiting_since is not None:
-                    round_trip = max(round_trip, now - sequence.waiting_since)
-                num_stale -= sequence.proposals.num_stale
-                self._links.take(sequence, proposal, drafts, now)
-                num_stale += sequence.proposals.num_stale
+                if sequence.waiting_since is not None and sequence.waiting_since < awaited_since:
+                    awaited_since = sequence.waiting_since
+                num_stale += self._links.take(sequence, proposal, drafts, now)
                 if sequence.trace is not None:
                     sequence.trace.drafted(draft_seconds)
             except ProposalError as error:
@@ -265,7 +264,7 @@ class VerifierEngine:
                     logger.warning("going on without the drafter: %s", error)
                 self._fall_back(sequence, common_pb2.FALLBACK_REASON_DRAFTER_LOST)
         if self._metrics is not None:
-            self._metrics.proposed(key.address, num_stale, round_trip)
+            self._metrics.proposed(key.address, num_stale, now - awaited_since)
 
     def _take_refusal(self, key: LinkKey, refusal: drafter_pb2.NoProposal, draft_seconds: float) -> None:
         sequence = self._drafted_by(key, refusal.sequence_id)
@@ -308,26 +307,31 @@ class VerifierEngine:
                 self._fail(part.sequence, grpc.StatusCode.INTERNAL, message)
             return
         self._num_failures = 0
+        now = time.monotonic()
         all_committed = []
         for part, verified in zip(step.batch, finished.results, strict=True):
             sequence = part.sequence
-            if self._sequences.get((sequence.session_id, sequence.sequence_id)) is not sequence:
+            if sequence.is_over:
                 continue  # closed while the step was in flight
-            sequence.num_computed += part.num_new
             if verified is not None:
-                all_committed.append(self._commit(step, part, verified))
-            elif sequence.trace is not None:
+                all_committed.append(self._commit(step, part, verified, now))
+                continue
+            sequence.num_computed += part.num_new
+            if sequence.trace is not None:
                 sequence.trace.computed_chunk(step, part)
         # Verdicts leave first: while the drafters work on them, the gateways' frames are made.
         self._flush(emit)
         self._reporter.add(Ran(step, all_committed, told_ns=time.time_ns()))
 
-    def _commit(self, step: Step, part: Scheduled, verified: Verified) -> Committed:
+    def _commit(self, step: Step, part: Scheduled, verified: Verified, now: float) -> Committed:
         sequence = part.sequence
-        position = sequence.length
-        token_ids, finish_reason = _cut(sequence, verified.token_ids)
-        sequence.num_computed += verified.num_accepted
-        sequence.token_ids.extend(token_ids)
+        position = len(sequence.token_ids)
+        token_ids, finish_reason = verified.token_ids, generation_pb2.FINISH_REASON_UNSPECIFIED
+        length = position + len(token_ids)
+        if length >= sequence.length_limit or not sequence.last_token_ids.isdisjoint(token_ids):
+            token_ids, finish_reason = sequence.cut(token_ids)
+        sequence.num_computed += part.num_new + verified.num_accepted
+        sequence.token_ids += token_ids
         if sequence.history is not None:
             sequence.history.append(token_ids)
         sequence.num_committed_here += len(token_ids)
@@ -335,8 +339,8 @@ class VerifierEngine:
             self._remove(sequence)
         else:
             if sequence.drafter is not None:
-                self._tell_drafter(sequence, token_ids)
-            self._target.blocks.shrink(sequence.block_ids, sequence.length)
+                self._tell_drafter(sequence, token_ids, now)
+            self._target.blocks.shrink(sequence.block_ids, length)
         committed = Committed(
             step, part, verified, position, token_ids, finish_reason, sequence.draft_wait, sequence.proposal_bytes
         )
@@ -344,13 +348,13 @@ class VerifierEngine:
         sequence.draft_wait, sequence.proposal_bytes = 0.0, 0
         return committed
 
-    def _tell_drafter(self, sequence: TargetSequence, token_ids: list[int]) -> None:
+    def _tell_drafter(self, sequence: TargetSequence, token_ids: list[int], now: float) -> None:
         assert sequence.drafter is not None
         sequence.proposals.commit(token_ids)
-        if not len(sequence.proposals) and self._links.is_outgrown_by(sequence):
+        if not sequence.proposals.waiting.token_ids and self._links.is_outgrown_by(sequence):
             self._fall_back(sequence, common_pb2.FALLBACK_REASON_DRAFTER_MAX_LENGTH)
             return
-        self._links.tell(self._output.link(sequence.drafter), sequence, token_ids)
+        self._links.tell(self._output.link(sequence.drafter), sequence, token_ids, now)
 
     def _fall_back(self, sequence: TargetSequence, reason: common_pb2.FallbackReason) -> None:
         self._leave_drafter(sequence)
@@ -383,6 +387,7 @@ class VerifierEngine:
         self._remove(sequence)
 
     def _remove(self, sequence: TargetSequence) -> None:
+        sequence.is_over = True
         del self._sequences[sequence.session_id, sequence.sequence_id]
         self._leave_drafter(sequence)
         self._scheduler.remove(sequence)
@@ -393,22 +398,3 @@ class VerifierEngine:
                 frame.load.CopyFrom(self.load_report())
             emit(self._output)
             self._output = StepOutput()
-
-
-def _cut(sequence: TargetSequence, token_ids: list[int]) -> tuple[list[int], generation_pb2.FinishReason]:
-    """What of newly sampled tokens the sequence keeps, and why it ends there (UNSPECIFIED: it does not)."""
-    if sequence.length + len(token_ids) < sequence.length_limit and sequence.last_token_ids.isdisjoint(token_ids):
-        return token_ids, generation_pb2.FINISH_REASON_UNSPECIFIED
-    for index, reason in _endings(sequence, token_ids):
-        return token_ids[: index + 1], reason
-    return token_ids, generation_pb2.FINISH_REASON_UNSPECIFIED
-
-
-def _endings(sequence: TargetSequence, token_ids: Sequence[int]) -> Iterator[tuple[int, generation_pb2.FinishReason]]:
-    for index, token_id in enumerate(token_ids):
-        if token_id in sequence.eos_token_ids:
-            yield index, generation_pb2.FINISH_REASON_EOS
-        elif token_id in sequence.stop_token_ids:
-            yield index, generation_pb2.FINISH_REASON_STOP_TOKEN
-        elif sequence.length + index + 1 >= sequence.length_limit:
-            yield index, generation_pb2.FINISH_REASON_LENGTH

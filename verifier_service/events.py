@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 from engine.step_spans import EventRecord, SpanRecord
 from outrider.v1 import drafter_pb2, verifier_pb2
-from verifier_service.proposal_buffer import DraftTokens, ProposalError
+from verifier_service.draft_tokens import DraftTokens
+from verifier_service.proposal_buffer import ProposalError
 from verifier_service.sequence import LinkKey, TargetSequence
 
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
-from engine.wire import candidates_per_token, unpack_candidates, unpack_tokens
+from engine.wire import SIGNED_TOKEN, candidates_per_token, unpack_candidates, unpack_tokens
 from kernels.limits import MAX_DRAFT_TOKENS, WEIGHT_TOTAL
 from outrider.v1 import drafter_pb2
+from verifier_service.draft_tokens import NO_DRAFT_TOKENS, DraftRows, DraftTokens, concatenate
 
 # Draft tokens that one sequence may have waiting: several proposals, as the protocol allows, but no flood of them.
 MAX_BUFFERED_TOKENS = 4 * MAX_DRAFT_TOKENS
@@ -19,31 +20,6 @@ MAX_BUFFERED_TOKENS = 4 * MAX_DRAFT_TOKENS
 
 class ProposalError(ValueError):
     """A proposal that breaks the protocol; the sequence goes on without its drafter."""
-
-
-# Not frozen: that triples the time of making one, and a step makes several for each sequence.
-@dataclass(slots=True, eq=False)
-class DraftTokens:
-    """Draft tokens and their q, [num_tokens] and twice [num_tokens, m]; a row of zero weights is one-hot."""
-
-    token_ids: list[int]
-    candidate_ids: npt.NDArray[np.int32]
-    candidate_weights: npt.NDArray[np.int32]
-
-    def __len__(self) -> int:
-        return len(self.token_ids)
-
-    @property
-    def num_bytes(self) -> int:
-        """What they took on the wire: ids of 4 bytes, weights of 2."""
-        return 4 * len(self.token_ids) + 6 * self.candidate_ids.size
-
-    def part(self, start: int, end: int | None = None) -> DraftTokens:
-        """The draft tokens from `start` up to `end`."""
-        return DraftTokens(self.token_ids[start:end], self.candidate_ids[start:end], self.candidate_weights[start:end])
-
-
-NO_DRAFT_TOKENS = DraftTokens([], np.empty((0, 0), np.int32), np.empty((0, 0), np.int32))
 
 
 class ProposalBuffer:
@@ -54,55 +30,64 @@ class ProposalBuffer:
     the first one of the next arrives.
     """
 
+    __slots__ = ("epoch", "waiting")
+
     def __init__(self) -> None:
         self.epoch = 0
-        self.num_stale = 0  # draft tokens that arrived too late to be verified
-        self._drafts = NO_DRAFT_TOKENS
+        self.waiting = NO_DRAFT_TOKENS  # for the positions right behind the committed tokens
 
     def __len__(self) -> int:
-        return len(self._drafts.token_ids)
+        return len(self.waiting.token_ids)
 
-    def offer(self, epoch: int, position: int, drafts: DraftTokens, committed: list[int]) -> None:
-        """Take in a proposal that has just arrived. Raises ProposalError when it breaks the protocol."""
+    def offer(self, epoch: int, position: int, drafts: DraftTokens, committed: list[int]) -> int:
+        """Take in a proposal that has just arrived; how many of its tokens are too late to be verified.
+
+        Raises ProposalError when it breaks the protocol.
+        """
         if epoch > self.epoch:
             raise ProposalError(f"epoch: {epoch} has not begun, {self.epoch} has not ended")
+        num_offered = len(drafts.token_ids)
         if epoch < self.epoch:
-            self.num_stale += len(drafts)
-            return
-        num_waiting = len(self)
-        next_position = len(committed) + num_waiting
+            return num_offered
+        num_committed, num_waiting = len(committed), len(self.waiting.token_ids)
+        next_position = num_committed + num_waiting
         if position > next_position or (num_waiting and position != next_position):
             raise ProposalError(f"position: {position} leaves a gap or repeats, {next_position} comes next")
-        if num_waiting + len(drafts) > MAX_BUFFERED_TOKENS:
+        if num_waiting + num_offered > MAX_BUFFERED_TOKENS:
             raise ProposalError(f"token_ids: more than {MAX_BUFFERED_TOKENS} draft tokens wait for this sequence")
-        if position < len(committed):
+        num_stale = 0
+        if position < num_committed:
             # Committed while the proposal was on its way: compared now, as the drafter does with the verdict.
-            overtaken = committed[position : position + len(drafts)]
+            overtaken = committed[position : position + num_offered]
             if overtaken != drafts.token_ids[: len(overtaken)]:
                 self.epoch += 1
-                self.num_stale += len(drafts)
-                return
-            self.num_stale += len(overtaken)
-            drafts = drafts.part(len(overtaken))
-        self._drafts = concatenate([self._drafts, drafts]) if num_waiting else drafts
+                return num_offered
+            num_stale = len(overtaken)
+            drafts = drafts.part(num_stale)
+        if num_waiting:
+            together = concatenate([self.waiting, drafts])
+            drafts = DraftTokens([*self.waiting.token_ids, *drafts.token_ids], together)
+        self.waiting = drafts
+        return num_stale
 
     def peek(self, num_tokens: int) -> DraftTokens:
         """The next draft tokens, `num_tokens` at most; they stay until `commit`."""
-        return self._drafts if num_tokens >= len(self) else self._drafts.part(0, num_tokens)
+        return self.waiting if num_tokens >= len(self.waiting.token_ids) else self.waiting.part(0, num_tokens)
 
     def commit(self, token_ids: list[int]) -> None:
         """Compare newly committed tokens with the proposals at their positions, and move on."""
-        proposed = self._drafts.token_ids
-        num_compared = min(len(token_ids), len(proposed))
-        if proposed[:num_compared] != token_ids[:num_compared]:
+        proposed = self.waiting.token_ids
+        num_proposed, num_committed = len(proposed), len(token_ids)
+        if num_committed < num_proposed and proposed[:num_committed] == token_ids:
+            self.waiting = self.waiting.part(num_committed)
+            return
+        if proposed != token_ids[:num_proposed]:
             self.epoch += 1
-            self._drafts = NO_DRAFT_TOKENS
-        else:
-            self._drafts = self._drafts.part(num_compared) if num_compared < len(proposed) else NO_DRAFT_TOKENS
+        self.waiting = NO_DRAFT_TOKENS
 
     def clear(self) -> None:
         """Forget everything: the drafter is gone."""
-        self._drafts = NO_DRAFT_TOKENS
+        self.waiting = NO_DRAFT_TOKENS
 
 
 def parse_proposals(
@@ -123,77 +108,72 @@ def parse_proposals(
 
 
 def _parse(proposals: Sequence[drafter_pb2.Proposal], vocabulary_size: int) -> list[DraftTokens]:
-    token_ids: list[list[int]] = []
-    packed: list[tuple[bytes, bytes]] = []
-    alike: dict[int, list[int]] = defaultdict(list)  # by the number of candidates: which proposals
+    packed: list[tuple[bytes, bytes, bytes]] = []
+    alike: defaultdict[int, list[int]] = defaultdict(list)  # by the number of candidates: which proposals
     for index, proposal in enumerate(proposals):
-        ids, weights = proposal.candidate_ids, proposal.candidate_weights
-        token_ids.append(_unpack_tokens(proposal.token_ids))
-        packed.append((ids, weights))
-        try:
-            alike[candidates_per_token(ids, weights, len(token_ids[-1]))].append(index)
-        except ValueError as error:
-            raise ProposalError(f"candidate_ids: {error}") from error
+        tokens, ids, weights = proposal.token_ids, proposal.candidate_ids, proposal.candidate_weights
+        packed.append((tokens, ids, weights))
+        alike[_num_candidates(len(tokens), len(ids), len(weights))].append(index)
     parsed = [NO_DRAFT_TOKENS] * len(proposals)
     for indexes in alike.values():
-        tokens = np.array([token_id for index in indexes for token_id in token_ids[index]])
-        ids, weights = (b"".join([packed[index][part] for index in indexes]) for part in (0, 1))
-        candidate_ids, candidate_weights = unpack_candidates(ids, weights, len(tokens))
-        _check(tokens, candidate_ids, candidate_weights, vocabulary_size)
+        all_tokens, all_ids, all_weights = (b"".join([packed[index][field] for index in indexes]) for field in range(3))
+        token_ids = unpack_tokens(all_tokens)
+        if (largest := max(token_ids)) >= vocabulary_size:
+            raise ProposalError(f"token_ids: {largest} is not below the vocabulary size {vocabulary_size}")
+        candidates = unpack_candidates(all_ids, all_weights, len(token_ids))
+        rows = DraftRows(np.frombuffer(all_tokens, SIGNED_TOKEN), *candidates)
+        _check(rows, vocabulary_size)
         start = 0
         for index in indexes:
-            end = start + len(token_ids[index])
-            parsed[index] = DraftTokens(token_ids[index], candidate_ids[start:end], candidate_weights[start:end])
+            end = start + len(packed[index][0]) // SIGNED_TOKEN.itemsize
+            parsed[index] = DraftTokens(token_ids[start:end], rows, start)
             start = end
     return parsed
 
 
-def _unpack_tokens(data: bytes) -> list[int]:
+@lru_cache(maxsize=1024)  # the same few sizes come again and again
+def _num_candidates(num_token_bytes: int, num_id_bytes: int, num_weight_bytes: int) -> int:
+    """How many candidates each draft token has in a proposal whose fields are of these sizes."""
+    num_tokens, remainder = divmod(num_token_bytes, SIGNED_TOKEN.itemsize)
+    if remainder:
+        raise ProposalError(f"token_ids: {num_token_bytes} bytes are no whole number of 4-byte token ids")
+    if not 1 <= num_tokens <= MAX_DRAFT_TOKENS:
+        raise ProposalError(f"token_ids: {num_tokens} draft tokens, must be 1 to {MAX_DRAFT_TOKENS}")
     try:
-        token_ids = unpack_tokens(data)
+        return candidates_per_token(num_id_bytes, num_weight_bytes, num_tokens)
     except ValueError as error:
-        raise ProposalError(f"token_ids: {error}") from error
-    if not 1 <= len(token_ids) <= MAX_DRAFT_TOKENS:
-        raise ProposalError(f"token_ids: {len(token_ids)} draft tokens, must be 1 to {MAX_DRAFT_TOKENS}")
-    return token_ids
+        raise ProposalError(f"candidate_ids: {error}") from error
 
 
-def _check(
-    token_ids: npt.NDArray[np.int64],  # [num_tokens]
-    candidate_ids: npt.NDArray[np.int32],  # [num_tokens, m]
-    candidate_weights: npt.NDArray[np.int32],  # [num_tokens, m]
-    vocabulary_size: int,
-) -> None:
-    if token_ids.max() >= vocabulary_size:
-        raise ProposalError(f"token_ids: {token_ids.max()} is not below the vocabulary size {vocabulary_size}")
-    if not candidate_ids.size:
+def _check(rows: DraftRows, vocabulary_size: int) -> None:
+    """Raise ProposalError for a q that would make verification wrong.
+
+    Where the usual case has a test of its own that takes less time, the exact one follows only if that fails.
+    """
+    ids, weights = rows.candidate_ids, rows.candidate_weights
+    if not ids.size:
         return
-    totals = np.add.reduce(candidate_weights, axis=1, dtype=np.int32)  # MAX_CANDIDATES weights of 16 bits fit
-    if ((totals != WEIGHT_TOTAL) & (totals != 0)).any():
+    totals = np.add.reduce(weights, axis=1, dtype=np.int32)  # MAX_CANDIDATES weights of 16 bits fit
+    num_sampled = np.count_nonzero(totals == WEIGHT_TOTAL)
+    if num_sampled < len(totals) and num_sampled < np.count_nonzero(totals):
         raise ProposalError(f"candidate_weights: a row must sum to {WEIGHT_TOTAL} or be all zero")
-    has_weight = candidate_weights > 0
-    if ((candidate_ids.view(np.uint32) >= vocabulary_size) & has_weight).any():
+    has_weight = weights > 0
+    # Unsigned, as ids from 2**31 on are below zero in the rows.
+    in_order = np.sort(ids.view(np.uint32), axis=1)
+    if in_order[:, -1].max() >= vocabulary_size and ((ids.view(np.uint32) >= vocabulary_size) & has_weight).any():
         raise ProposalError(f"candidate_ids: an id is not below the vocabulary size {vocabulary_size}")
+    # Row behind row, with the neighbours of two rows compared as well.
+    in_order = in_order.ravel()
+    if np.count_nonzero(in_order[1:] == in_order[:-1]) and _has_repeated(ids, has_weight):
+        raise ProposalError("candidate_ids: a candidate stands twice in a row")
+    # None stands twice, so that a row that was sampled has its draft token once or not at all.
+    if np.count_nonzero((ids == rows.token_ids[:, None]) & has_weight) < num_sampled:
+        raise ProposalError("candidate_weights: a draft token has no weight in its own distribution")
+
+
+def _has_repeated(candidate_ids: npt.NDArray[np.int32], has_weight: npt.NDArray[np.bool_]) -> bool:
+    """Whether some row, both [num_rows, m], has a candidate twice among those with weight."""
     # Padding gets ids of its own, below zero and all different, so that only real candidates can collide.
     padding = np.arange(-1, -1 - candidate_ids.shape[1], -1, dtype=np.int32)
-    own = candidate_ids.copy()
-    np.copyto(own, padding, where=~has_weight)  # less than half the time of np.where
-    if ((own == token_ids.astype(np.int32)[:, None]).any(axis=1) < (totals != 0)).any():
-        raise ProposalError("candidate_weights: a draft token has no weight in its own distribution")
-    own.sort(axis=1)
-    if (own[:, 1:] == own[:, :-1]).any():
-        raise ProposalError("candidate_ids: a candidate stands twice in a row")
-
-
-def concatenate(drafts: Sequence[DraftTokens]) -> DraftTokens:
-    """All draft tokens in one, candidates padded to the widest row with weight 0."""
-    width = max((draft.candidate_ids.shape[1] for draft in drafts), default=0)
-
-    def padded(array: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-        return np.pad(array, ((0, 0), (0, width - array.shape[1]))) if array.shape[1] < width else array
-
-    return DraftTokens(
-        [token_id for draft in drafts for token_id in draft.token_ids],
-        np.concatenate([padded(draft.candidate_ids) for draft in drafts] or [np.empty((0, 0), np.int32)]),
-        np.concatenate([padded(draft.candidate_weights) for draft in drafts] or [np.empty((0, 0), np.int32)]),
-    )
+    in_order = np.sort(np.where(has_weight, candidate_ids, padding), axis=1)
+    return bool((in_order[:, 1:] == in_order[:, :-1]).any())

@@ -7,13 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engine.wire import pack_tokens
-from outrider.v1 import generation_pb2
+from kernels.limits import MAX_DRAFT_TOKENS
+from outrider.v1 import common_pb2, generation_pb2
 from verifier_service.events import SequenceRecords, StepOutput
 from verifier_service.scheduler import Scheduled
 from verifier_service.sequence import TargetSequence
 from verifier_service.sequence_trace import Step
 from verifier_service.step_metrics import StepMetrics
 from verifier_service.verify import Verified
+
+_ACCEPTED = bytes([common_pb2.TOKEN_ORIGIN_ACCEPTED] * MAX_DRAFT_TOKENS)
+_LAST = {origin: bytes([origin]) for origin in common_pb2.TokenOrigin.values()}
 
 
 @dataclass(slots=True)  # not frozen: one for each sequence of a step
@@ -77,7 +81,7 @@ class Reporter:
         update = output.session(sequence.session_id).updates.add(
             sequence_id=sequence.sequence_id,
             token_ids=pack_tokens(token_ids),
-            origins=verified.origins[: len(token_ids)],
+            origins=_origins(part.num_drafts, verified.num_accepted)[: len(token_ids)],
             logprobs=verified.logprobs[: len(token_ids)],
             num_draft_tokens=part.num_drafts,
             num_accepted_tokens=committed.num_accepted,
@@ -133,3 +137,14 @@ class Reporter:
             self.end_trace(sequence, output)
         else:
             self.take_records(sequence, output)
+
+
+def _origins(num_drafts: int, num_accepted: int) -> bytes:
+    """A TokenOrigin for each token that a step commits: the accepted draft tokens and the target's own."""
+    if num_drafts == 0:
+        last = common_pb2.TOKEN_ORIGIN_PLAIN
+    elif num_accepted == num_drafts:
+        last = common_pb2.TOKEN_ORIGIN_BONUS
+    else:
+        last = common_pb2.TOKEN_ORIGIN_RECOVERED
+    return _ACCEPTED[:num_accepted] + _LAST[last]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from engine.block_manager import BlockManager
 from kernels.limits import MAX_DRAFT_TOKENS
@@ -39,16 +38,15 @@ class Scheduled:
         return self.num_new + self.num_drafts
 
 
-class _Ready(NamedTuple):
-    """A sequence that could take part in a step. Whoever compares less goes first."""
-
-    # Prompts fill what decoding leaves, unless they were left out for long.
-    is_last: bool
-    # Whoever has waited longest goes first, so that a budget that is too small for all starves nobody.
-    last_turn: tuple[int, int]
-    place: int  # by admission: no two have the same, so that sequences themselves are never compared
-    sequence: TargetSequence
-    num_drafts: int  # draft tokens that the step would verify
+# A sequence that could take part in a step, and the draft tokens that the step would verify. A plain tuple, as one is
+# made for each sequence of a step; whoever compares less goes first:
+_Ready = tuple[
+    bool,  # is_last: prompts fill what decoding leaves, unless they were left out for long
+    tuple[int, int],  # last_turn: whoever has waited longest, so that a budget that is too small for all starves nobody
+    int,  # place by admission: no two have the same, so that sequences themselves are never compared
+    TargetSequence,
+    int,  # num_drafts
+]
 
 
 @dataclass(frozen=True)
@@ -140,9 +138,9 @@ class Scheduler:
     def _continue_running(self, scheduled: dict[TargetSequence, Scheduled], budget: int) -> int:
         candidates = self._candidates()
         num_verified_left = -(-candidates.num_speculating // candidates.num_groups)
-        for *_, sequence, num_drafts in sorted(candidates.ready):
+        for _, _, _, sequence, num_drafts in sorted(candidates.ready):
             if num_drafts:
-                if num_verified_left == 0 or sequence.drafter in candidates.waiting:
+                if num_verified_left == 0 or (candidates.waiting and sequence.drafter in candidates.waiting):
                     continue
                 num_verified_left -= 1
             # A sequence that came before may have preempted this one to make room.
@@ -151,47 +149,52 @@ class Scheduler:
             part = self._fit(sequence, budget, num_drafts or _num_drafts(sequence))
             if part is None:
                 continue
-            victims = self._make_room(part)
-            if victims is None:
-                break
-            for victim in victims:
-                if victim in scheduled:
-                    budget += scheduled.pop(victim).num_tokens
-            if sequence not in victims:
-                scheduled[sequence] = part
-                budget -= part.num_tokens
+            num_tokens = part.num_new + part.num_drafts
+            if not self.blocks.grow(sequence.block_ids, sequence.num_computed + num_tokens):
+                victims = self._make_room(part)
+                if victims is None:
+                    break
+                for victim in victims:
+                    if victim in scheduled:
+                        budget += scheduled.pop(victim).num_tokens
+                if sequence in victims:
+                    continue
+            scheduled[sequence] = part
+            budget -= num_tokens
         return budget
 
     def _candidates(self) -> _Candidates:
         """Who could take part in a step. One pass that looks at everything once: it stands between two steps."""
         ready: list[_Ready] = []
         num_speculating = 0
-        num_ready: Counter[LinkKey] = Counter()
-        num_missing: Counter[LinkKey] = Counter()
+        ready_drafters: list[LinkKey] = []  # for each sequence that has a proposal
+        missing_drafters: list[LinkKey] = []  # for each that should wait for one, or whose step is in flight
         for place, sequence in enumerate(self.running):
-            drafter = sequence.drafter
-            # As `is_speculating` and `_num_drafts` say.
-            room = sequence.num_wanted_drafts if drafter is not None and sequence.num_committed_here else 0
-            num_speculating += room > 0
+            drafter, length = sequence.drafter, len(sequence.token_ids)
+            # As `is_speculating` says, and below `_num_drafts`; a drafter that cannot help any more counts for none.
+            if not sequence.num_committed_here or length + 1 >= sequence.length_limit:
+                drafter = None
+            num_speculating += drafter is not None
             if sequence.num_in_flight:
-                if room and drafter is not None:
-                    num_missing[drafter] += 1
+                if drafter is not None:
+                    missing_drafters.append(drafter)
                 continue
-            num_drafts, is_prompt = 0, sequence.num_missing > 1
-            if room and drafter is not None and not is_prompt:
-                num_drafts = min(len(sequence.proposals), room)
-                if num_drafts:
-                    num_ready[drafter] += 1
+            num_drafts, is_prompt = 0, length - sequence.num_computed > 1
+            if drafter is not None and not is_prompt:
+                if num_drafts := len(sequence.proposals.waiting.token_ids):
+                    if num_drafts > (most := sequence.num_wanted_drafts):
+                        num_drafts = most
+                    ready_drafters.append(drafter)
                 elif sequence.is_waiting_for_proposal:
-                    num_missing[drafter] += 1
+                    missing_drafters.append(drafter)
                     continue
             is_last = is_prompt and self._step - sequence.last_turn[0] <= MAX_STEPS_LEFT_OUT
-            ready.append(_Ready(is_last, sequence.last_turn, place, sequence, num_drafts))
+            ready.append((is_last, sequence.last_turn, place, sequence, num_drafts))
         # With many of them, two halves: while the target verifies one, the drafter works for the other.
         num_groups = 1 if num_speculating < self._split_from else 2
         waiting: set[LinkKey] = set()
         if self._gathering is not None:
-            waiting = self._gathering.waiting(num_ready, num_missing, num_groups=num_groups)
+            waiting = self._gathering.waiting(Counter(ready_drafters), Counter(missing_drafters), num_groups=num_groups)
         return _Candidates(ready, num_speculating, num_groups, waiting)
 
     def _admit_waiting(self, scheduled: dict[TargetSequence, Scheduled], budget: int) -> list[TargetSequence]:
@@ -214,13 +217,14 @@ class Scheduler:
 
     def _fit(self, sequence: TargetSequence, budget: int, num_drafts: int) -> Scheduled | None:
         """The sequence's part of a step with `budget` tokens left; None when there is no room for any."""
-        if sequence.num_missing == 1 and num_drafts < budget and (num_drafts or not sequence.is_waiting_for_proposal):
+        num_missing = len(sequence.token_ids) - sequence.num_computed
+        if num_missing == 1 and num_drafts < budget and (num_drafts or not sequence.is_waiting_for_proposal):
             return Scheduled(sequence, 1, num_drafts, True)
         # A preempted sequence may be computed anew while its drafter works, but not past the point where it would
         # sample without the proposal that it is waiting for.
-        num_ready = sequence.num_missing - 1 if sequence.is_waiting_for_proposal else sequence.num_missing
+        num_ready = num_missing - 1 if sequence.is_waiting_for_proposal else num_missing
         num_new = min(num_ready, budget)
-        is_sampled = num_new == sequence.num_missing
+        is_sampled = num_new == num_missing
         if is_sampled and num_new + num_drafts > budget:
             # A proposal is verified whole, if need be in the next step, where this sequence goes first: which tokens a
             # seed gives must not depend on the company.

@@ -9,7 +9,7 @@ from engine.block_manager import BlockTable
 from engine.logs import Subject
 from engine.sampling_parameters import SamplingParameters
 from kernels.penalties import TokenHistory
-from outrider.v1 import common_pb2
+from outrider.v1 import common_pb2, generation_pb2
 from verifier_service.proposal_buffer import ProposalBuffer
 from verifier_service.sequence_trace import SequenceTrace
 
@@ -21,7 +21,7 @@ class LinkKey(NamedTuple):
     incarnation: int
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)  # slots: a step reads some thousand attributes
 class TargetSequence:
     """One sequence of one gateway.
 
@@ -80,12 +80,20 @@ class TargetSequence:
     num_in_flight: int = 0
     # Monotonic time at which the last step began, until a proposal answers its verdict.
     step_began: float | None = None
+    # Ended or closed: what a step in flight finds for it is nobody's.
+    is_over: bool = False
+
+    # Stays when the sequence has left its drafter.
+    drafter_address: str = field(init=False)
+    # Tokens that end the sequence.
+    last_token_ids: frozenset[int] = field(init=False)
+    # Whether top-k, top-p or min-p leave anything out.
+    has_filters: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        # Stays when the sequence has left its drafter.
         self.drafter_address = self.drafter.address if self.drafter is not None else ""
-        # Tokens that end the sequence.
         self.last_token_ids = self.eos_token_ids | self.stop_token_ids
+        self.has_filters = self.sampling.has_filters
 
     @property
     def subject(self) -> Subject:
@@ -134,17 +142,35 @@ class TargetSequence:
         Not for the first token: it falls to the prompt's own last row, so that whether a proposal had arrived by then
         cannot change what is sampled.
         """
-        return self.drafter is not None and self.num_committed_here > 0 and self.num_wanted_drafts > 0
+        return (
+            self.drafter is not None
+            and self.num_committed_here > 0
+            and len(self.token_ids) + 1 < self.length_limit  # as `num_wanted_drafts` says
+        )
 
     @property
     def is_waiting_for_proposal(self) -> bool:
         """Whether the next step should not sample before the drafter has answered."""
         return (
-            self.is_speculating
-            and not len(self.proposals)
-            and self.plain_position != self.length
+            not self.proposals.waiting.token_ids
             and self.behind_since is None
+            and self.plain_position != len(self.token_ids)
+            and self.is_speculating
         )
+
+    def cut(self, token_ids: list[int]) -> tuple[list[int], generation_pb2.FinishReason]:
+        """What of newly sampled tokens the sequence keeps, and why it ends there (UNSPECIFIED: it does not)."""
+        for index, token_id in enumerate(token_ids):
+            if token_id in self.eos_token_ids:
+                reason = generation_pb2.FINISH_REASON_EOS
+            elif token_id in self.stop_token_ids:
+                reason = generation_pb2.FINISH_REASON_STOP_TOKEN
+            elif self.length + index + 1 >= self.length_limit:
+                reason = generation_pb2.FINISH_REASON_LENGTH
+            else:
+                continue
+            return token_ids[: index + 1], reason
+        return token_ids, generation_pb2.FINISH_REASON_UNSPECIFIED
 
     def fall_back(self, reason: common_pb2.FallbackReason) -> None:
         """Go on without a drafter, for good."""

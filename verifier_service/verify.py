@@ -11,13 +11,12 @@ import torch
 
 from engine.batch import SequenceSlice
 from engine.sampling_tensors import SamplingTensors, penalized
-from kernels.limits import MAX_DRAFT_TOKENS
 from kernels.logprobs import token_logprobs
 from kernels.penalties import Penalties
 from kernels.rejection_sample import rejection_sample
 from outrider.v1 import common_pb2
 from verifier_service.decode_graph import DecodeGraphs, GraphRun
-from verifier_service.proposal_buffer import DraftTokens, concatenate
+from verifier_service.draft_tokens import DraftTokens, concatenate
 from verifier_service.scheduler import Scheduled
 from verifier_service.target import Target
 
@@ -28,19 +27,13 @@ class Verified:
 
     token_ids: list[int]
     num_accepted: int
-    origins: bytes  # a TokenOrigin each
-    logprobs: Sequence[common_pb2.PositionLogprobs]  # one each, or none at all
-
-
-_ACCEPTED = bytes([common_pb2.TOKEN_ORIGIN_ACCEPTED] * MAX_DRAFT_TOKENS)
-_LAST = {origin: bytes([origin]) for origin in common_pb2.TokenOrigin.values()}
+    logprobs: Sequence[common_pb2.PositionLogprobs] = ()  # one each, or none at all
 
 
 class Launched:
     """A step that the device works on, or will when it has done what came before."""
 
-    def __init__(self, batch: Sequence[Scheduled], run: GraphRun) -> None:
-        self._batch = batch
+    def __init__(self, run: GraphRun) -> None:
         self._run = run
 
     @property
@@ -48,12 +41,9 @@ class Launched:
         """Whether `collect` would not wait."""
         return self._run.is_done
 
-    def collect(self) -> list[Verified | None]:
+    def collect(self) -> Sequence[Verified | None]:
         """What `verify` would have returned. Waits for the device."""
-        return [
-            _verified(part, num_accepted, token_ids, [])
-            for part, (num_accepted, token_ids) in zip(self._batch, self._run.collect(), strict=True)
-        ]
+        return _verified(self._run.collect())
 
 
 def launch(target: Target, batch: Sequence[Scheduled]) -> Launched | None:
@@ -62,11 +52,15 @@ def launch(target: Target, batch: Sequence[Scheduled]) -> Launched | None:
     At most `MAX_STEPS_IN_FLIGHT` steps may be begun and not collected. A sequence that is part of both has no drafts in
     the first, and the second's part is chained.
     """
-    drafts = [part.sequence.proposals.peek(part.num_drafts) for part in batch]
-    if target.graphs is None or len(_fitting(target.graphs, batch, drafts)) < len(batch):
+    if target.graphs is None:
         return None
+    drafts = []
+    for part in batch:
+        drafts.append(draft := part.sequence.proposals.peek(part.num_drafts))
+        if not _fits(target.graphs, part, draft):
+            return None
     is_chained = [part.is_chained for part in batch]
-    return Launched(batch, target.graphs.launch([part.sequence for part in batch], drafts, is_chained))
+    return Launched(target.graphs.launch([part.sequence for part in batch], drafts, is_chained))
 
 
 def verify(target: Target, batch: Sequence[Scheduled]) -> list[Verified | None]:
@@ -76,30 +70,26 @@ def verify(target: Target, batch: Sequence[Scheduled]) -> list[Verified | None]:
     eager = list(range(len(batch)))
     if target.graphs is not None:
         # Decoding replays a graph; chunks of prompts and what else has no graph follow in a pass of their own.
-        fitting = _fitting(target.graphs, batch, drafts)
+        fitting = [index for index in eager if _fits(target.graphs, batch[index], drafts[index])]
         if fitting:
             run = target.graphs.launch(
                 [batch[index].sequence for index in fitting],
                 [drafts[index] for index in fitting],
                 [batch[index].is_chained for index in fitting],
             )
-            for index, (num_accepted, token_ids) in zip(fitting, run.collect(), strict=True):
-                results[index] = _verified(batch[index], num_accepted, token_ids, [])
+            for index, result in zip(fitting, _verified(run.collect()), strict=True):
+                results[index] = result
             eager = sorted(set(eager).difference(fitting))
     if eager:
         verified = _verify_eagerly(target, [batch[index] for index in eager], [drafts[index] for index in eager])
-        for index, result in zip(eager, verified, strict=True):
-            results[index] = result
+        for index, eager_result in zip(eager, verified, strict=True):
+            results[index] = eager_result
     return results
 
 
-def _fitting(graphs: DecodeGraphs, batch: Sequence[Scheduled], drafts: Sequence[DraftTokens]) -> list[int]:
-    """The parts that a graph can decode, by their index."""
-    return [
-        index
-        for index, (part, draft) in enumerate(zip(batch, drafts, strict=True))
-        if part.is_sampled and part.num_new == 1 and graphs.fits(part.sequence, draft)
-    ]
+def _fits(graphs: DecodeGraphs, part: Scheduled, draft: DraftTokens) -> bool:
+    """Whether a graph can decode the part."""
+    return part.is_sampled and part.num_new == 1 and graphs.fits(part.sequence, draft)
 
 
 def _verify_eagerly(target: Target, batch: Sequence[Scheduled], drafts: Sequence[DraftTokens]) -> list[Verified | None]:
@@ -137,10 +127,10 @@ def _sample(
         device=target.device,
     )
     all_drafts = concatenate(drafts)
-    draft_token_ids = np.asarray(all_drafts.token_ids, dtype=np.int32)
+    draft_token_ids = all_drafts.token_ids
     cu_num_drafts = np.cumsum([0, *(part.num_drafts for part in parts)], dtype=np.int32)
 
-    def put(array: npt.NDArray[np.int32]) -> torch.Tensor:
+    def put(array: npt.NDArray[np.integer]) -> torch.Tensor:
         return torch.from_numpy(np.ascontiguousarray(array)).to(target.device, non_blocking=True)
 
     sample = rejection_sample(
@@ -168,42 +158,25 @@ def _sample(
         ),
     )
     # The one wait for the device in a step: both results in one copy.
-    results = torch.cat([sample.num_accepted.unsqueeze(1), sample.token_ids], dim=1).tolist()
-    found = [(row[0], row[1 : row[0] + 2]) for row in results]
+    results = _verified(torch.cat([sample.num_accepted.unsqueeze(1), sample.token_ids], dim=1).tolist())
     first_rows = cu_num_drafts[:-1] + np.arange(len(parts))
-    return [
-        _verified(part, num_accepted, token_ids, _logprobs(logits[first_row:], token_ids, part.sequence.num_logprobs))
-        for part, (num_accepted, token_ids), first_row in zip(parts, found, first_rows.tolist(), strict=True)
-    ]
+    for part, verified, first_row in zip(parts, results, first_rows.tolist(), strict=True):
+        verified.logprobs = _logprobs(logits[first_row:], verified.token_ids, part.sequence.num_logprobs)
+    return results
 
 
-def _verified(
-    part: Scheduled,
-    num_accepted: int,
-    token_ids: list[int],
-    logprobs: Sequence[common_pb2.PositionLogprobs],
-) -> Verified:
-    if part.num_drafts == 0:
-        last = common_pb2.TOKEN_ORIGIN_PLAIN
-    elif num_accepted == part.num_drafts:
-        last = common_pb2.TOKEN_ORIGIN_BONUS
-    else:
-        last = common_pb2.TOKEN_ORIGIN_RECOVERED
-    return Verified(
-        token_ids=token_ids,
-        num_accepted=num_accepted,
-        origins=_ACCEPTED[:num_accepted] + _LAST[last],
-        logprobs=logprobs,
-    )
+def _verified(rows: Sequence[list[int]]) -> list[Verified]:
+    """What a step found, each sequence's number of accepted draft tokens in front of its tokens and of a rest."""
+    return [Verified(row[1 : row[0] + 2], row[0]) for row in rows]
 
 
 def _logprobs(
     logits: torch.Tensor,  # [num_rows, vocab_size], from the sequence's first row on
     token_ids: list[int],
     num_logprobs: int | None,
-) -> list[common_pb2.PositionLogprobs]:
+) -> Sequence[common_pb2.PositionLogprobs]:
     if num_logprobs is None:
-        return []
+        return ()
     found = token_logprobs(logits[: len(token_ids)], torch.tensor(token_ids, device=logits.device), num_logprobs)
     rows = zip(token_ids, found.chosen.tolist(), found.top_token_ids.tolist(), found.top_logprobs.tolist(), strict=True)
     return [

@@ -49,9 +49,11 @@ def test_random_use_keeps_every_block_exactly_once() -> None:
     chance = random.Random(2)
     manager = BlockManager(60, 1)
     held = [BlockTable() for _ in range(5)]
+    copies: list[tuple[int, list[int]]] = [(0, [])] * 5  # as who keeps a copy does: version and blocks
     num_refused = 0
     for _ in range(2000):
-        blocks = chance.choice(held)
+        index = chance.randrange(5)
+        blocks = held[index]
         before = list(blocks)
         num_tokens = chance.randint(0, 40)
         if chance.random() < 0.6:
@@ -64,6 +66,9 @@ def test_random_use_keeps_every_block_exactly_once() -> None:
             assert blocks == before[:num_tokens]
         manager.check(held)
         assert blocks.array.tolist() == blocks, "what a step uploads is not what the sequence holds"
+        if copies[index][0] != blocks.version:
+            copies[index] = (blocks.version, list(blocks))
+        assert copies[index][1][: len(blocks)] == blocks, "a copy that passes for good is not"
     assert num_refused > 100
 
 

@@ -10,7 +10,7 @@ import numpy as np
 
 from engine.sampling_parameters import SamplingParameters
 from outrider.v1 import common_pb2
-from verifier_service.proposal_buffer import DraftTokens
+from verifier_service.draft_tokens import DraftRows, DraftTokens
 from verifier_service.sequence import LinkKey, TargetSequence
 
 LINK = LinkKey("drafter:1", 1)
@@ -47,7 +47,7 @@ def target_sequence(length: int = 4, *, length_limit: int = 64, **fields: Any) -
 def propose(sequence: TargetSequence, tokens: Sequence[int]) -> None:
     """Let a one-hot proposal arrive behind what the sequence has."""
     none = np.empty((len(tokens), 0), np.int32)
-    drafts = DraftTokens(list(tokens), none, none)
+    drafts = DraftTokens(list(tokens), DraftRows(np.array(tokens, np.int32), none, none))
     position = sequence.length + len(sequence.proposals)
     sequence.proposals.offer(sequence.proposals.epoch, position, drafts, sequence.token_ids)
 

@@ -13,7 +13,8 @@ from engine.errors import InvalidArgumentError
 from engine.sampling_parameters import SamplingParameters
 from engine.wire import pack_tokens, unpack_tokens
 from outrider.v1 import drafter_pb2
-from verifier_service.proposal_buffer import DraftTokens, ProposalBuffer, parse_proposals
+from verifier_service.draft_tokens import DraftTokens
+from verifier_service.proposal_buffer import ProposalBuffer, parse_proposals
 
 VOCABULARY = 3  # so small that proposals are often right by chance
 

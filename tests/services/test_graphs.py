@@ -22,7 +22,7 @@ from tests.service_device import SERVICE_DEVICE
 from tests.services.sequences import target_sequence
 from tests.tiny_models import save_tiny_llama
 from verifier_service.decode_graph import DecodeGraphs
-from verifier_service.proposal_buffer import DraftTokens
+from verifier_service.draft_tokens import DraftRows, DraftTokens
 from verifier_service.scheduler import Scheduled
 from verifier_service.sequence import TargetSequence
 from verifier_service.target import Target
@@ -55,11 +55,12 @@ def capture(graphs: DecodeGraphs | DraftGraphs) -> None:
 def random_draft(generator: np.random.Generator, num_tokens: int, num_candidates: int) -> DraftTokens:
     """Draft tokens with a uniform q over some candidates, or none at all."""
     if num_candidates == 0:
-        none = np.empty((num_tokens, 0), np.int32)
-        return DraftTokens(generator.integers(0, VOCABULARY, num_tokens).tolist(), none, none)
-    ids = np.stack([generator.choice(VOCABULARY, num_candidates, replace=False) for _ in range(num_tokens)])
+        ids = generator.integers(0, VOCABULARY, (num_tokens, 1)).astype(np.int32)
+        return DraftTokens(ids[:, 0].tolist(), DraftRows(ids[:, 0], ids[:, :0], ids[:, :0]))
+    rows = [generator.choice(VOCABULARY, num_candidates, replace=False) for _ in range(num_tokens)]
+    ids = np.stack(rows).astype(np.int32)
     weights = np.full((num_tokens, num_candidates), 65536 // num_candidates, np.int32)
-    return DraftTokens(ids[:, 0].tolist(), ids.astype(np.int32), weights)
+    return DraftTokens(ids[:, 0].tolist(), DraftRows(ids[:, 0], ids, weights))
 
 
 def prefilled(target: Target, sampling: SamplingParameters, length: int, seed: int) -> TargetSequence:
@@ -109,6 +110,42 @@ def test_a_graphed_step_samples_what_an_eager_one_does(
             assert verify(target, batch) == eager
         # A smaller batch after a larger one: what is left of it must not be seen.
         assert verify(target, batch[1:]) == eager[1:]
+
+
+def test_what_the_inputs_keep_from_step_to_step_is_still_good(model: Path) -> None:
+    """Catches a row that keeps the layout, the sampling or the blocks of another step, and frames taken in disorder."""
+    target = Target(lambda: make_runner(model))
+    target.load()
+    generator = np.random.default_rng(5)
+    sequences = [prefilled(target, SAMPLING[index], 10 + 3 * index, seed=index) for index in range(5)]
+    frame = DraftRows(
+        generator.integers(0, VOCABULARY, 20).astype(np.int32),
+        np.tile(np.arange(8, dtype=np.int32), (20, 1)),
+        np.full((20, 8), 1 << 13, np.uint16),
+    )
+    frame.token_ids %= 8  # one of its own candidates
+    target.graphs = DecodeGraphs(target.runner, max_sequences=5, max_draft_tokens=4, num_candidates=16)
+    capture(target.graphs)
+    graphs = target.graphs
+    for step in range(30):
+        # The same sequences in the same order, some of them, others; as many drafts as before, or not.
+        order = [0, 1, 2, 3, 4] if step < 4 else generator.permutation(5)[: 3 + step % 3].tolist()
+        batch = []
+        for index in order:
+            sequence, count = sequences[index], 4 if step < 8 else int(generator.integers(0, 5))
+            # Blocks that go back and come again are others, in other places.
+            target.blocks.shrink(sequence.block_ids, sequence.length)
+            sequence.proposals.clear()
+            if count:
+                drafts = DraftTokens(frame.token_ids[4 * index : 4 * index + count].tolist(), frame, 4 * index)
+                sequence.proposals.offer(0, sequence.length, drafts, sequence.token_ids)
+            batch.append(Scheduled(sequence, 1, count, True))
+        for part in reversed(batch) if step % 2 else batch:
+            assert target.blocks.grow(part.sequence.block_ids, part.sequence.length + 4)
+        graphed = verify(target, batch)
+        target.graphs = None
+        assert verify(target, batch) == graphed
+        target.graphs = graphs
 
 
 def test_what_has_no_graph_runs_beside_those_that_have(model: Path) -> None:

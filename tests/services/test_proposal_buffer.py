@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -10,14 +11,8 @@ import pytest
 from engine.wire import MAX_CANDIDATES, pack_tokens
 from kernels.limits import MAX_DRAFT_TOKENS
 from outrider.v1 import drafter_pb2
-from verifier_service.proposal_buffer import (
-    MAX_BUFFERED_TOKENS,
-    DraftTokens,
-    ProposalBuffer,
-    ProposalError,
-    concatenate,
-    parse_proposals,
-)
+from verifier_service.draft_tokens import NO_DRAFT_TOKENS, DraftRows, DraftTokens, concatenate, copy_rows
+from verifier_service.proposal_buffer import MAX_BUFFERED_TOKENS, ProposalBuffer, ProposalError, parse_proposals
 
 VOCABULARY = 100
 COMMITTED = [1, 2, 3]
@@ -42,11 +37,11 @@ def proposal(
     )
 
 
-def offer(buffer: ProposalBuffer, one: drafter_pb2.Proposal, committed: list[int]) -> None:
-    """Parse a proposal and let it arrive."""
+def offer(buffer: ProposalBuffer, one: drafter_pb2.Proposal, committed: list[int]) -> int:
+    """Parse a proposal and let it arrive; how many of its tokens are too late."""
     (drafts,) = parse_proposals([one], VOCABULARY)
     assert isinstance(drafts, DraftTokens)
-    buffer.offer(one.epoch, one.position, drafts, committed)
+    return buffer.offer(one.epoch, one.position, drafts, committed)
 
 
 def offered(*proposals: drafter_pb2.Proposal, committed: list[int] = COMMITTED) -> ProposalBuffer:
@@ -90,8 +85,8 @@ def test_one_verdict_ends_one_epoch() -> None:
 def test_stale_epochs_are_dropped() -> None:
     buffer = offered(proposal([4, 5]))
     buffer.commit([9])
-    offer(buffer, proposal([6], position=5), [1, 2, 3, 9])
-    assert (buffer.epoch, len(buffer), buffer.num_stale) == (1, 0, 1)
+    assert offer(buffer, proposal([6], position=5), [1, 2, 3, 9]) == 1
+    assert (buffer.epoch, len(buffer)) == (1, 0)
     offer(buffer, proposal([7], position=4, epoch=1), [1, 2, 3, 9])
     assert buffer.peek(9).token_ids == [7]
 
@@ -103,12 +98,15 @@ def test_an_epoch_that_has_not_begun_is_refused() -> None:
 
 def test_what_was_committed_meanwhile_is_compared_on_arrival() -> None:
     """Catches a late proposal that is verified one position off, or not at all although it was right."""
-    buffer = offered(proposal([4, 5, 6]), committed=[1, 2, 3, 4])
-    assert (buffer.epoch, buffer.peek(9).token_ids, buffer.num_stale) == (0, [5, 6], 1)
-    buffer = offered(proposal([4, 5, 6]), committed=[1, 2, 3, 4, 9])
-    assert (buffer.epoch, len(buffer), buffer.num_stale) == (1, 0, 3)
-    buffer = offered(proposal([4, 5]), committed=[1, 2, 3, 4, 5, 6, 7])
-    assert (buffer.epoch, len(buffer), buffer.num_stale) == (0, 0, 2)
+    buffer = ProposalBuffer()
+    assert offer(buffer, proposal([4, 5, 6]), [1, 2, 3, 4]) == 1
+    assert (buffer.epoch, buffer.peek(9).token_ids) == (0, [5, 6])
+    buffer = ProposalBuffer()
+    assert offer(buffer, proposal([4, 5, 6]), [1, 2, 3, 4, 9]) == 3
+    assert (buffer.epoch, len(buffer)) == (1, 0)
+    buffer = ProposalBuffer()
+    assert offer(buffer, proposal([4, 5]), [1, 2, 3, 4, 5, 6, 7]) == 2
+    assert (buffer.epoch, len(buffer)) == (0, 0)
 
 
 def test_candidates_stay_with_their_tokens() -> None:
@@ -183,6 +181,45 @@ def test_what_would_make_verification_wrong_is_refused(bad: Callable[[], drafter
     assert isinstance(last, DraftTokens)
 
 
+def is_fine(token: int, ids: Sequence[int], weights: Sequence[int]) -> bool:
+    """Whether a row is what the protocol wants, written down as it says it."""
+    q = [(candidate, weight) for candidate, weight in zip(ids, weights, strict=True) if weight]
+    names = [candidate for candidate, _ in q]
+    if not q:
+        return True
+    return sum(weights) == 65536 and len(set(names)) == len(names) and max(names) < VOCABULARY and token in names
+
+
+def test_all_proposals_at_once_are_judged_as_each_alone() -> None:
+    """Catches a check that is cheap because it looks at the usual case alone."""
+    chance = random.Random(0)
+    verdicts = []
+    for _ in range(400):
+        width = chance.choice([1, 2, 2, 3, 5])
+        frame, expected = [], []
+        for _ in range(chance.choice([1, 1, 2, 6])):
+            rows = []
+            for _ in range(chance.choice([1, 1, 2, 4])):
+                ids = chance.choices([1, 2, 3, 4, 5, 6, 7, VOCABULARY, 2**32 - 1], k=width)
+                ids = ids if chance.random() < 0.3 else chance.sample(range(VOCABULARY), width)
+                # Weights that sum up, but for one row in ten, and some of which are 0.
+                cuts = sorted(chance.choices([0, 1, 9000, 65535], k=width - 1))
+                total = 65535 if width == 1 or chance.random() < 0.1 else 65536
+                weights = [right - left for left, right in zip([0, *cuts], [*cuts, total], strict=True)]
+                if width == 1 or chance.random() < 0.2:
+                    weights = [0] * width
+                weights = [min(weight, 65535) for weight in weights]
+                token = chance.choice(ids) if chance.random() < 0.9 else 7
+                rows.append((min(token, VOCABULARY - 1), ids, weights))
+            tokens, all_ids, all_weights = zip(*rows, strict=True)
+            frame.append(proposal(tokens, ids=all_ids, weights=all_weights))
+            expected.append(all(is_fine(*row) for row in rows))
+        found = [isinstance(draft, DraftTokens) for draft in parse_proposals(frame, VOCABULARY)]
+        assert found == expected
+        verdicts += found
+    assert 200 < sum(verdicts) < len(verdicts) - 200
+
+
 def test_what_is_unusual_but_right_is_taken() -> None:
     """A certain row beside a sparse one, padding that repeats an id or names none, the least possible weight."""
     unusual = proposal([4, 6], ids=[[4, 5, 5, 999], [6, 6, 6, 6]], weights=[[1, 65535, 0, 0], [0, 0, 0, 0]])
@@ -192,13 +229,45 @@ def test_what_is_unusual_but_right_is_taken() -> None:
     assert draft.candidate_weights.tolist() == [[1, 65535, 0, 0], [0, 0, 0, 0]]
 
 
-def test_drafts_of_different_width_in_one_batch() -> None:
-    """Catches candidates that move to a neighbour when one sequence has more of them than another."""
-    one_hot = DraftTokens([1], np.empty((1, 0), np.int32), np.empty((1, 0), np.int32))
-    sparse = DraftTokens([2], np.array([[2, 3]], np.int32), np.array([[60000, 5536]], np.int32))
-    none = DraftTokens([], np.empty((0, 0), np.int32), np.empty((0, 0), np.int32))
-    together = concatenate([one_hot, none, sparse])
-    assert together.token_ids == [1, 2]
-    assert together.candidate_ids.tolist() == [[0, 0], [2, 3]]
-    assert together.candidate_weights.tolist() == [[0, 0], [60000, 5536]]
-    assert len(concatenate([])) == 0
+@pytest.mark.parametrize(
+    "order",
+    [
+        [0, 1, 2],  # as they came
+        [2, 0, 1],
+        [0, 2],
+        [1, 3, 0],  # of two frames, one wider than the other
+        [4],
+        [4, 1],
+        [],
+    ],
+)
+def test_draft_tokens_are_put_together_in_any_order(order: list[int]) -> None:
+    """Catches candidates that move to a neighbour when the rows of a frame are copied at once."""
+    tokens = [[4, 5], [6], [7, 8, 9], [10, 11], [12]]
+    frames = [
+        [proposal(ids, ids=[[i, 50 + i] for i in ids], weights=[[65536 - i, i] for i in ids]) for ids in tokens[:3]],
+        [proposal(tokens[3], ids=[[i] for i in tokens[3]], weights=[[0] for _ in tokens[3]]), proposal(tokens[4])],
+    ]
+    parsed = [draft for frame in frames for draft in parse_proposals(frame, VOCABULARY)]
+    drafts = []
+    for index in order:
+        draft = parsed[index]
+        assert isinstance(draft, DraftTokens)
+        drafts += [NO_DRAFT_TOKENS, draft]
+    expected = [token_id for draft in drafts for token_id in draft.token_ids]
+    together = concatenate(drafts)
+    assert together.token_ids.tolist() == expected
+    assert together.num_candidates == max((draft.rows.num_candidates for draft in drafts), default=0)
+    for token_id, ids, weights in zip(
+        expected, together.candidate_ids.tolist(), together.candidate_weights.tolist(), strict=True
+    ):
+        q = dict(zip(ids, weights, strict=True)) if any(weights) else {}
+        assert q == ({token_id: 65536 - token_id, 50 + token_id: token_id} if token_id < 10 else {})
+    # Into rows that are wider, more, and hold what another step left.
+    target = DraftRows.empty(20, 5)
+    target.candidate_weights.fill(7)
+    copy_rows(drafts, target)
+    assert target.token_ids[: len(expected)].tolist() == expected
+    width = together.num_candidates
+    np.testing.assert_array_equal(target.candidate_weights[: len(expected), :width], together.candidate_weights)
+    assert not target.candidate_weights[: len(expected), width:].any()
