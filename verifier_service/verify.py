@@ -67,23 +67,26 @@ def verify(target: Target, batch: Sequence[Scheduled]) -> list[Verified | None]:
     """Run a step. The answer has an entry for each part of the batch, None for inner chunks of prompts."""
     drafts = [part.sequence.proposals.peek(part.num_drafts) for part in batch]
     results: list[Verified | None] = [None] * len(batch)
-    eager = list(range(len(batch)))
-    if target.graphs is not None:
-        # Decoding replays a graph; chunks of prompts and what else has no graph follow in a pass of their own.
-        fitting = [index for index in eager if _fits(target.graphs, batch[index], drafts[index])]
-        if fitting:
-            run = target.graphs.launch(
-                [batch[index].sequence for index in fitting],
-                [drafts[index] for index in fitting],
-                [batch[index].is_chained for index in fitting],
-            )
-            for index, result in zip(fitting, _verified(run.collect()), strict=True):
-                results[index] = result
-            eager = sorted(set(eager).difference(fitting))
+    # Decoding replays a graph; chunks of prompts and what else has no graph follow in a pass of their own, which is
+    # launched while the device works on the graph.
+    graphs, graphed = target.graphs, []
+    if graphs is not None:
+        graphed = [index for index, part in enumerate(batch) if _fits(graphs, part, drafts[index])]
+    eager = sorted(set(range(len(batch))).difference(graphed))
+    run: GraphRun | None = None
+    if graphs is not None and graphed:
+        run = graphs.launch(
+            [batch[index].sequence for index in graphed],
+            [drafts[index] for index in graphed],
+            [batch[index].is_chained for index in graphed],
+        )
     if eager:
         verified = _verify_eagerly(target, [batch[index] for index in eager], [drafts[index] for index in eager])
-        for index, eager_result in zip(eager, verified, strict=True):
-            results[index] = eager_result
+        for index, result in zip(eager, verified, strict=True):
+            results[index] = result
+    if run is not None:
+        for index, graph_result in zip(graphed, _verified(run.collect()), strict=True):
+            results[index] = graph_result
     return results
 
 
