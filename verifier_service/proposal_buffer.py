@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from functools import lru_cache
 
@@ -108,15 +107,12 @@ def parse_proposals(
 
 
 def _parse(proposals: Sequence[drafter_pb2.Proposal], vocabulary_size: int) -> list[DraftTokens]:
-    packed: list[tuple[bytes, bytes, bytes]] = []
-    alike: defaultdict[int, list[int]] = defaultdict(list)  # by the number of candidates: which proposals
-    for index, proposal in enumerate(proposals):
-        tokens, ids, weights = proposal.token_ids, proposal.candidate_ids, proposal.candidate_weights
-        packed.append((tokens, ids, weights))
-        alike[_num_candidates(len(tokens), len(ids), len(weights))].append(index)
-    parsed = [NO_DRAFT_TOKENS] * len(proposals)
-    for indexes in alike.values():
-        all_tokens, all_ids, all_weights = (b"".join([packed[index][field] for index in indexes]) for field in range(3))
+    packed = [(proposal.token_ids, proposal.candidate_ids, proposal.candidate_weights) for proposal in proposals]
+    widths = [_num_candidates(len(tokens), len(ids), len(weights)) for tokens, ids, weights in packed]
+    parsed = [NO_DRAFT_TOKENS] * len(packed)
+    for width in set(widths):
+        indexes = [index for index, other in enumerate(widths) if other == width]
+        all_tokens, all_ids, all_weights = map(b"".join, zip(*[packed[index] for index in indexes], strict=True))
         token_ids = unpack_tokens(all_tokens)
         if (largest := max(token_ids)) >= vocabulary_size:
             raise ProposalError(f"token_ids: {largest} is not below the vocabulary size {vocabulary_size}")
