@@ -113,6 +113,10 @@ class DraftGraph:
             },
             runner.device,
         )
+        # Of tokens from the end of what is committed, which is the first draft token's position.
+        self._offsets = np.arange(-MAX_CATCH_UP, shape.num_draft_tokens - 1)[:, None]
+        self._draft_offsets = np.arange(shape.num_draft_tokens)[:, None]
+        self._rows = np.arange(batch)
         # Which sequences the inputs hold, and which versions of their block tables.
         self._serials: list[int] = []
         self._versions: list[int] = []
@@ -134,6 +138,10 @@ class DraftGraph:
         else:
             self._graph.replay()
         self._outputs.download()
+        for sequence, count in zip(sequences, num_draft_tokens, strict=True):
+            # The last token is sampled but not computed; what a longer neighbour made the graph compute beyond it is
+            # overwritten later, like rejected tokens.
+            sequence.num_computed = sequence.length + count - 1
         if self._runner.device.type == "cuda":
             torch.cuda.current_stream(self._runner.device).synchronize()
         host, num_sequences = self._outputs.host, len(sequences)
@@ -144,9 +152,6 @@ class DraftGraph:
         drafts = []
         for row, (sequence, count) in enumerate(zip(sequences, num_draft_tokens, strict=True)):
             token_ids = all_token_ids[row][:count]
-            # The last token is sampled but not computed; what a longer neighbour made the graph compute beyond it is
-            # overwritten later, like rejected tokens.
-            sequence.num_computed = sequence.length + count - 1
             if not sequence.wants_candidates:
                 drafts.append(Draft(sequence, token_ids))
                 continue
@@ -211,7 +216,7 @@ class DraftGraph:
 
     def _fill(self, sequences: Sequence[DraftSequence]) -> None:
         host, block_size = self._inputs.host, self._runner.block_size
-        num_sequences, num_draft_tokens = len(sequences), self.shape.num_draft_tokens
+        num_sequences = len(sequences)
         self._fill_constants(sequences)
         tokens: list[int] = []
         for sequence in sequences:
@@ -220,28 +225,30 @@ class DraftGraph:
         missing = lengths - [sequence.num_computed for sequence in sequences]
         capacities = np.array([len(sequence.block_ids) for sequence in sequences]) * block_size
 
-        # Each sequence's last committed tokens, as many as may be missing, and the draft tokens that are fed back.
-        positions = lengths[:, None] + np.arange(-MAX_CATCH_UP, num_draft_tokens - 1)
+        # Of each sequence the last committed tokens, as many as may be missing, then the draft tokens but the last.
+        positions = self._offsets + lengths
         # Beyond a sequence's blocks, for drafts that nobody asked it for, tokens are computed and kept nowhere.
-        is_kept = positions < capacities[:, None]
+        is_kept = positions < capacities
         positions *= is_kept
-        blocks = host["block_tables"][np.arange(num_sequences)[:, None], positions // block_size]
-        slots = np.where(is_kept, blocks.astype(np.int64) * block_size + positions % block_size, -1)
+        columns, places = np.divmod(positions, block_size)
+        slots = host["block_tables"][self._rows[:num_sequences], columns].astype(np.int64)
+        slots *= block_size
+        slots += places
+        slots[~is_kept] = -1
 
-        is_missing = np.arange(MAX_CATCH_UP, 0, -1) <= missing[:, None]
+        is_missing = (self._offsets[:MAX_CATCH_UP] >= -missing).T
         ends = np.cumsum(missing)
         num_tokens = len(tokens)
         host["token_ids"][:num_tokens] = tokens
-        host["positions"][:num_tokens] = positions[:, :MAX_CATCH_UP][is_missing]
-        host["slot_mapping"][:num_tokens] = slots[:, :MAX_CATCH_UP][is_missing]
+        host["positions"][:num_tokens] = positions[:MAX_CATCH_UP].T[is_missing]
+        host["slot_mapping"][:num_tokens] = slots[:MAX_CATCH_UP].T[is_missing]
         host["logit_rows"][:num_sequences] = ends - 1
         host["cu_query_lens"][1 : num_sequences + 1] = ends
         host["context_lens"][:num_sequences] = lengths
-        fed_positions = positions[:, MAX_CATCH_UP:].T
-        host["fed_positions"][:, :num_sequences] = fed_positions
-        host["fed_slots"][:, :num_sequences] = slots[:, MAX_CATCH_UP:].T
-        host["fed_context_lens"][:, :num_sequences] = fed_positions + 1
-        host["sample_positions"][:, :num_sequences] = lengths + np.arange(num_draft_tokens)[:, None]
+        host["fed_positions"][:, :num_sequences] = positions[MAX_CATCH_UP:]
+        host["fed_slots"][:, :num_sequences] = slots[MAX_CATCH_UP:]
+        host["fed_context_lens"][:, :num_sequences] = positions[MAX_CATCH_UP:] + 1
+        host["sample_positions"][:, :num_sequences] = self._draft_offsets + lengths
         self._fill_padding(num_sequences, num_tokens)
 
     def _fill_constants(self, sequences: Sequence[DraftSequence]) -> None:

@@ -6,6 +6,7 @@ import asyncio
 import os
 import shutil
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,10 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from drafter_service.drafter import Draft, Drafter, NoDraft
 from drafter_service.factory import make_drafter
 from drafter_service.model_drafter import ModelDrafter
+from drafter_service.sequence import DraftSequence
 from engine.fingerprint import model_revision
 from outrider.v1 import common_pb2, verifier_pb2
 from tests.services.conftest import Pair
@@ -171,6 +174,19 @@ async def wait_for_tokens(client: DecodeClient, sequence_id: int, count: int) ->
     await eventually(lambda: len(client.results[sequence_id].token_ids) >= count)
 
 
+def slow_drafter(draft: Path) -> Drafter:
+    """The draft model, with 20 ms more a round."""
+    drafter = make_drafter(drafter_settings(model=draft))
+    make_drafts = drafter.draft
+
+    def slowly(wanting: Sequence[DraftSequence]) -> Sequence[Draft | NoDraft]:
+        time.sleep(0.02)
+        return make_drafts(wanting)
+
+    drafter.draft = slowly  # type: ignore[method-assign]
+    return drafter
+
+
 async def test_a_drafter_that_goes_in_mid_stream_and_comes_back(pair: Pair) -> None:
     """Catches output that changes with the loss, a sequence that hangs on it, and a link that is never mended."""
     target, draft = pair
@@ -178,7 +194,8 @@ async def test_a_drafter_that_goes_in_mid_stream_and_comes_back(pair: Pair) -> N
         running_verifier(verifier_settings(target)) as (verifier, _),
         decode_client(verifier.address) as client,
     ):
-        async with running_drafter(drafter_settings(model=draft)) as drafter:
+        # Slow enough that nobody is done when it goes, whatever the device.
+        async with running_drafter(drafter_settings(model=draft), drafter=slow_drafter(draft)) as drafter:
             address = drafter.address
             await client.use_drafters(address)
             opened = [client.open(prompt, drafter=address, max_tokens=150) for prompt in prompts(4)]
