@@ -150,12 +150,13 @@ class DraftGraph:
         all_ids = host["candidate_ids"][:, :num_sequences].swapaxes(0, 1).copy()
         all_weights = host["candidate_weights"][:, :num_sequences].view(np.uint16).swapaxes(0, 1).copy()
         drafts = []
-        for row, (sequence, count) in enumerate(zip(sequences, num_draft_tokens, strict=True)):
-            token_ids = all_token_ids[row][:count]
-            if not sequence.wants_candidates:
-                drafts.append(Draft(sequence, token_ids))
-                continue
-            drafts.append(Draft(sequence, token_ids, all_ids[row, :count], all_weights[row, :count]))
+        for sequence, count, token_ids, ids, weights in zip(
+            sequences, num_draft_tokens, all_token_ids, all_ids, all_weights, strict=True
+        ):
+            if sequence.wants_candidates:
+                drafts.append(Draft(sequence, token_ids[:count], ids[:count], weights[:count]))
+            else:
+                drafts.append(Draft(sequence, token_ids[:count]))
         return drafts
 
     @torch.inference_mode()

@@ -177,17 +177,16 @@ class DrafterEngine:
 
     def _propose(self, frame: drafter_pb2.DraftResponse, draft: Draft) -> None:
         sequence = draft.sequence
-        ids, weights = b"", b""
+        # By attributes: as arguments of `add` they would take a third longer.
+        proposal = frame.proposals.add()
+        proposal.sequence_id = sequence.sequence_id
+        proposal.epoch = sequence.epoch
+        proposal.position = len(sequence.token_ids)
+        proposal.token_ids = pack_tokens(draft.token_ids)
         if draft.candidate_ids is not None and draft.candidate_weights is not None:
-            ids, weights = pack_candidates(draft.candidate_ids, draft.candidate_weights)
-        frame.proposals.add(
-            sequence_id=sequence.sequence_id,
-            epoch=sequence.epoch,
-            position=sequence.length,
-            token_ids=pack_tokens(draft.token_ids),
-            candidate_ids=ids,
-            candidate_weights=weights,
-        )
+            proposal.candidate_ids, proposal.candidate_weights = pack_candidates(
+                draft.candidate_ids, draft.candidate_weights
+            )
         sequence.proposed = list(draft.token_ids)
         sequence.wants_draft = False
 

@@ -126,7 +126,7 @@ class ModelDrafter:
     def _plan(self, wanting: Sequence[DraftSequence]) -> list[_Planned]:
         planned: list[_Planned] = []
         self._round += 1
-        budget = self._max_num_batched_tokens
+        budget, block_size = self._max_num_batched_tokens, self._blocks.block_size
         # Those that miss little go first: a target waits for them, and a long prompt fills what they leave.
         for missing, sequence in sorted([(each.num_missing, each) for each in wanting], key=itemgetter(0)):
             if budget == 0:
@@ -137,7 +137,7 @@ class ModelDrafter:
                 num_draft_tokens = min(sequence.max_draft_tokens, self.max_length - sequence.length)
             # The last draft token's key and value are computed only if it is accepted, by the next catch-up.
             needed = sequence.num_computed + num_new + max(num_draft_tokens - 1, 0)
-            if not self._make_room(sequence, needed):
+            if needed > len(sequence.block_ids) * block_size and not self._make_room(sequence, needed):
                 # Those planned hold what is missing and will be idle after this round.
                 continue
             planned.append(_Planned(sequence, num_new, num_draft_tokens))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from engine.errors import InvalidArgumentError
 from outrider.v1 import common_pb2
@@ -37,12 +38,12 @@ class SamplingParameters:
         """Whether the most likely token is always taken."""
         return self.temperature == 0.0
 
-    @property
+    @cached_property  # asked for each sequence of each step
     def has_filters(self) -> bool:
         """Whether top-k, top-p or min-p leave anything out."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0
 
-    @property
+    @cached_property
     def has_penalties(self) -> bool:
         """Whether logits depend on the tokens so far, or are biased."""
         return bool(self.logit_bias) or (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (
