@@ -128,15 +128,18 @@ class ModelDrafter:
         self._round += 1
         budget, block_size = self._max_num_batched_tokens, self._blocks.block_size
         # Those that miss little go first: a target waits for them, and a long prompt fills what they leave.
-        for missing, sequence in sorted([(each.num_missing, each) for each in wanting], key=itemgetter(0)):
+        all_missing = [(len(each.token_ids) - each.num_computed, each) for each in wanting]
+        for missing, sequence in sorted(all_missing, key=itemgetter(0)):
             if budget == 0:
                 break
-            num_new = min(missing, budget)
-            num_draft_tokens = 0
-            if num_new == missing:
-                num_draft_tokens = min(sequence.max_draft_tokens, self.max_length - sequence.length)
-            # The last draft token's key and value are computed only if it is accepted, by the next catch-up.
-            needed = sequence.num_computed + num_new + max(num_draft_tokens - 1, 0)
+            length = len(sequence.token_ids)
+            if missing > budget:
+                num_new, num_draft_tokens = budget, 0
+                needed = sequence.num_computed + budget
+            else:
+                num_new, num_draft_tokens = missing, min(sequence.max_draft_tokens, self.max_length - length)
+                # The last draft token's key and value are computed only if it is accepted, by the next catch-up.
+                needed = length + num_draft_tokens - 1
             if needed > len(sequence.block_ids) * block_size and not self._make_room(sequence, needed):
                 # Those planned hold what is missing and will be idle after this round.
                 continue
