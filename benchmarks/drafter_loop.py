@@ -9,8 +9,10 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.timing import queued_milliseconds
 from drafter_service.drafter import Draft, Drafter
 from drafter_service.factory import make_drafter
+from drafter_service.model_drafter import ModelDrafter
 from drafter_service.sequence import DraftSequence
 from drafter_service.settings import DrafterSettings
 from engine.sampling_parameters import SamplingParameters
@@ -55,6 +57,13 @@ class DrafterLoop:
         finally:
             for sequence in sequences:
                 self._drafter.release(sequence)
+
+    def device_milliseconds(self, batch_size: int) -> float | None:
+        """Time of the device's part, over what the last round of so many sequences left; None without CUDA graphs."""
+        graphs = self._drafter._graphs if isinstance(self._drafter, ModelDrafter) else None
+        if graphs is None or self._drafter.device is None:
+            return None
+        return queued_milliseconds(graphs.graph_of(batch_size, is_filtered=False).replay, self._drafter.device)
 
     def _sequence(self, index: int, num_tokens: int) -> DraftSequence:
         sampling = common_pb2.SamplingParameters(temperature=1.0, seed=index)

@@ -158,9 +158,13 @@ class StepBenchmark:
                 batch_size=batch_size,
                 num_draft_tokens=self._num_draft_tokens,
                 wall_ms=loop.milliseconds(batch_size, self._context),
+                device_ms=loop.device_milliseconds(batch_size),
                 floor_ms=self._num_draft_tokens * one_pass,
             )
-            progress(f"drafter {batch_size}: {record['wall_ms']:.3f} ms a loop, floor {record['floor_ms']:.3f}")
+            progress(
+                f"drafter {batch_size}: {record['wall_ms']:.3f} ms a loop, {optional_ms(record['device_ms'])} on the "
+                f"device, floor {record['floor_ms']:.3f}"
+            )
 
     def _time_products(self, batch_sizes: Sequence[int]) -> None:
         if self._is_late("matrix products"):
@@ -242,14 +246,14 @@ def summary(records: Sequence[Record]) -> str:
     loops = []
     for record in of_kind(records, "drafter_loop"):
         goal = goals.DRAFTER_LOOP_MS.get(record["batch_size"]) if is_judged else None
-        loops.append((str(record["batch_size"]), record["wall_ms"], record["floor_ms"], goal))
+        loops.append((str(record["batch_size"]), record["wall_ms"], record["device_ms"], record["floor_ms"], goal))
     return "\n".join(
         [
             "target step, ms",
             table(("batch x positions", "graph", "eager", "floor", "products", "goal"), steps),
             "",
             "drafter's loop, ms",
-            table(("batch", "wall", "floor", "goal"), loops),
+            table(("batch", "wall", "device", "floor", "goal"), loops),
         ]
     )
 

@@ -65,11 +65,15 @@ class DraftGraphs:
         drafts: list[Draft] = []
         for start in range(0, len(sequences), self._buckets[-1]):
             part = sequences[start : start + self._buckets[-1]]
-            bucket = next(bucket for bucket in self._buckets if bucket >= len(part))
             is_filtered = any(sequence.sampling.has_filters for sequence in part)
-            graph = self._graphs[DraftShape(bucket, self._max_draft_tokens, is_filtered)]
+            graph = self.graph_of(len(part), is_filtered=is_filtered)
             drafts += graph.run(part, num_draft_tokens[start : start + len(part)])
         return drafts
+
+    def graph_of(self, num_sequences: int, *, is_filtered: bool) -> DraftGraph:
+        """The smallest graph that has room for so many, at most the largest bucket."""
+        bucket = next(bucket for bucket in self._buckets if bucket >= num_sequences)
+        return self._graphs[DraftShape(bucket, self._max_draft_tokens, is_filtered)]
 
 
 class DraftGraph:
@@ -133,10 +137,7 @@ class DraftGraph:
         """Draft for every sequence, the given number of tokens each; at most MAX_CATCH_UP of each are not computed."""
         self._fill(sequences)
         self._inputs.upload()
-        if self._graph is None:
-            self._compute()
-        else:
-            self._graph.replay()
+        self.replay()
         self._outputs.download()
         for sequence, count in zip(sequences, num_draft_tokens, strict=True):
             # The last token is sampled but not computed; what a longer neighbour made the graph compute beyond it is
@@ -158,6 +159,13 @@ class DraftGraph:
             else:
                 drafts.append(Draft(sequence, token_ids[:count]))
         return drafts
+
+    def replay(self) -> None:
+        """Run the round over what the inputs on the device hold, without waiting for it."""
+        if self._graph is None:
+            self._compute()
+        else:
+            self._graph.replay()
 
     @torch.inference_mode()
     def _compute(self) -> None:
