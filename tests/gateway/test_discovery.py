@@ -127,8 +127,10 @@ async def test_a_name_server_that_does_not_answer_counts_as_one_that_fails(
             raise AssertionError
 
     monkeypatch.setattr(discovery, "LOOKUP_SECONDS", 0.05)
-    async with following("dns:///pods:5", resolver=Silent()):
+    async with following("dns:///pods:5", resolver=Silent()) as (followed, changes):
         await eventually(lambda: "does not answer" in caplog.text)
+        assert addresses(followed.endpoints) == set()
+        assert not changes
 
 
 async def test_one_name_that_fails_does_not_hold_up_another() -> None:
