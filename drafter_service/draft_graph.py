@@ -16,6 +16,7 @@ from drafter_service.sequence import DraftSequence
 from engine.batch import Batch
 from engine.cuda_graph import GraphPool, batch_buckets
 from engine.model_runner import ModelRunner
+from engine.sequence_rows import SequenceRows
 from engine.static_tensors import StaticTensors, TensorSpec
 from kernels.draft_sample import DraftSample, draft_sample
 
@@ -121,9 +122,7 @@ class DraftGraph:
         self._offsets = np.arange(-MAX_CATCH_UP, shape.num_draft_tokens - 1)[:, None]
         self._draft_offsets = np.arange(shape.num_draft_tokens)[:, None]
         self._rows = np.arange(batch)
-        # Which sequences the inputs hold, and which versions of their block tables.
-        self._serials: list[int] = []
-        self._versions: list[int] = []
+        self._sequence_rows = SequenceRows(is_filtered=shape.is_filtered, vocab_size=runner.vocab_size)
         self._one_each = torch.arange(batch + 1, dtype=torch.int32, device=runner.device)
         self._graph: torch.cuda.CUDAGraph | None = None
 
@@ -226,17 +225,24 @@ class DraftGraph:
     def _fill(self, sequences: Sequence[DraftSequence]) -> None:
         host, block_size = self._inputs.host, self._runner.block_size
         num_sequences = len(sequences)
-        self._fill_constants(sequences)
+        self._sequence_rows.fill(
+            host,
+            [sequence.serial for sequence in sequences],
+            [sequence.sampling for sequence in sequences],
+            [sequence.block_ids for sequence in sequences],
+        )
         tokens: list[int] = []
         for sequence in sequences:
             tokens += sequence.token_ids[sequence.num_computed :]
         lengths = np.array([len(sequence.token_ids) for sequence in sequences])
         missing = lengths - [sequence.num_computed for sequence in sequences]
         capacities = np.array([len(sequence.block_ids) for sequence in sequences]) * block_size
+        np.minimum(capacities, self._runner.max_length, out=capacities)
 
         # Of each sequence the last committed tokens, as many as may be missing, then the draft tokens but the last.
         positions = self._offsets + lengths
-        # Beyond a sequence's blocks, for drafts that nobody asked it for, tokens are computed and kept nowhere.
+        # Beyond a sequence's blocks and the model's positions, for drafts that nobody asked it for, tokens are computed
+        # as if they stood first, and kept nowhere.
         is_kept = positions < capacities
         positions *= is_kept
         columns, places = np.divmod(positions, block_size)
@@ -259,26 +265,6 @@ class DraftGraph:
         host["fed_context_lens"][:, :num_sequences] = positions[MAX_CATCH_UP:] + 1
         host["sample_positions"][:, :num_sequences] = self._draft_offsets + lengths
         self._fill_padding(num_sequences, num_tokens)
-
-    def _fill_constants(self, sequences: Sequence[DraftSequence]) -> None:
-        """What stays as it is from round to round: of the same sequences, only new blocks."""
-        host, num_sequences = self._inputs.host, len(sequences)
-        serials = [sequence.serial for sequence in sequences]
-        if serials != self._serials:
-            self._serials, self._versions = serials, [-1] * num_sequences
-            sampling = [sequence.sampling for sequence in sequences]
-            host["temperature"][:num_sequences] = [p.temperature for p in sampling]
-            host["seeds"].view(np.uint64)[:num_sequences] = [p.seed for p in sampling]
-            if self.shape.is_filtered:
-                host["top_k"][:num_sequences] = [min(p.top_k, self._runner.vocab_size) for p in sampling]
-                host["top_p"][:num_sequences] = [p.top_p for p in sampling]
-                host["min_p"][:num_sequences] = [p.min_p for p in sampling]
-            host["temperature"][num_sequences:] = 0.0
-        for row, (sequence, version) in enumerate(zip(sequences, self._versions, strict=True)):
-            block_ids = sequence.block_ids
-            if block_ids.version != version:
-                self._versions[row] = block_ids.version
-                host["block_tables"][row, : len(block_ids)] = block_ids.array
 
     def _fill_padding(self, num_sequences: int, num_tokens: int) -> None:
         """Sequences without tokens or blocks, and tokens that no sequence owns and the cache does not keep."""

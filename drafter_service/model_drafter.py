@@ -129,10 +129,12 @@ class ModelDrafter:
         budget, block_size = self._max_num_batched_tokens, self._blocks.block_size
         # Those that miss little go first: a target waits for them, and a long prompt fills what they leave.
         all_missing = [(len(each.token_ids) - each.num_computed, each) for each in wanting]
-        for missing, sequence in sorted(all_missing, key=itemgetter(0)):
+        for _, sequence in sorted(all_missing, key=itemgetter(0)):
             if budget == 0:
                 break
             length = len(sequence.token_ids)
+            # Counted anew: one that came before may have evicted this one.
+            missing = length - sequence.num_computed
             if missing > budget:
                 num_new, num_draft_tokens = budget, 0
                 needed = sequence.num_computed + budget

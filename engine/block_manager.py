@@ -53,7 +53,7 @@ class BlockManager:
 
     def grow(self, block_ids: BlockTable, num_tokens: int) -> bool:
         """Extend `block_ids` in place to cover `num_tokens`; False, and nothing changed, if too few are free."""
-        missing = -(-num_tokens // self.block_size) - len(block_ids)
+        missing = self.blocks_for(num_tokens) - len(block_ids)
         if missing <= 0:
             return True
         if missing > len(self._free):
@@ -64,7 +64,7 @@ class BlockManager:
 
     def shrink(self, block_ids: BlockTable, num_tokens: int) -> None:
         """Give back the blocks of `block_ids`, in place, that `num_tokens` tokens do not need."""
-        keep = -(-num_tokens // self.block_size)
+        keep = self.blocks_for(num_tokens)
         if keep >= len(block_ids):
             return
         self._free.extend(reversed(block_ids[keep:]))

@@ -10,6 +10,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -86,18 +87,19 @@ def load_model(
     try:
         config = transformers.AutoConfig.from_pretrained(model_path, local_files_only=True)
         _check_config(config)
-        model, loading_info = auto_model.from_pretrained(
-            model_path,
-            config=config,
-            dtype=dtype,
-            # Each weight goes from the mapped file to its place: the host never holds a copy of them all.
-            device_map={"": device},
-            attn_implementation=ATTENTION_NAME,
-            use_safetensors=True,
-            local_files_only=True,
-            ignore_mismatched_sizes=True,  # reported below, by name
-            output_loading_info=True,
-        )
+        with _memory_for_each_weight():
+            model, loading_info = auto_model.from_pretrained(
+                model_path,
+                config=config,
+                dtype=dtype,
+                # Each weight goes from the mapped file to its place: the host never holds a copy of them all.
+                device_map={"": device},
+                attn_implementation=ATTENTION_NAME,
+                use_safetensors=True,
+                local_files_only=True,
+                ignore_mismatched_sizes=True,  # reported below, by name
+                output_loading_info=True,
+            )
         # transformers fills what a checkpoint lacks with random numbers and goes on.
         problems = [*loading_info["missing_keys"], *(str(key) for key in loading_info["mismatched_keys"])]
         if problems:
@@ -122,6 +124,23 @@ def load_model(
         eos_token_ids=_eos_token_ids(model.generation_config, config, text_config),
         keeps_chosen_logits="logits_to_keep" in inspect.signature(model.forward).parameters,
     )
+
+
+@contextmanager
+def _memory_for_each_weight() -> Iterator[None]:
+    """Keep transformers from cutting all weights from one piece of the device's memory, which it allocates first.
+
+    Fusion packs some of the weights anew and gives the old ones back, one by one: of a single piece nothing would go
+    back to the device before all of it was free.
+    """
+    from transformers import modeling_utils
+
+    warm_up = modeling_utils.caching_allocator_warmup
+    modeling_utils.caching_allocator_warmup = lambda *_: None
+    try:
+        yield
+    finally:
+        modeling_utils.caching_allocator_warmup = warm_up
 
 
 def _check_files(model_path: Path) -> None:

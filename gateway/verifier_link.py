@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
 import time
@@ -214,12 +213,12 @@ class VerifierLink:
             # The reader knows the status of a broken stream, the writer only that it is broken.
             await (reader if reader in done or await _ends_soon(reader) else writer)
         finally:
-            for task in (writer, reader):
-                if task is not None:
-                    task.cancel()
-                    with contextlib.suppress(asyncio.CancelledError, Exception):
-                        await task
             call.cancel()
+            tasks = [task for task in (writer, reader) if task is not None]
+            for task in tasks:
+                task.cancel()
+            # Their ends are of no interest, but a cancellation of this task that comes meanwhile is.
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _write(
         self, call: grpc.aio.StreamStreamCall[verifier_pb2.DecodeRequest, verifier_pb2.DecodeResponse]

@@ -17,7 +17,10 @@ from kernels.dispatch import runs_triton
 
 @dataclass(frozen=True)
 class NormParameters:
-    """What one RMSNorm multiplies with. A model that multiplies with 1 + w has that sum here, in float32."""
+    """What one RMSNorm multiplies with. A model that multiplies with 1 + w has that sum here, in float32.
+
+    A GPU reads the weight while the kernel before the norm still runs: it is not to be what that kernel writes.
+    """
 
     weight: torch.Tensor  # [size], dense
     eps: float

@@ -18,6 +18,7 @@ import torch
 from engine.batch import Batch
 from engine.cuda_graph import GraphPool, batch_buckets
 from engine.model_runner import ModelRunner
+from engine.sequence_rows import SequenceRows
 from engine.static_tensors import StaticTensors, TensorSpec
 from kernels.rejection_sample import rejection_sample
 from verifier_service.draft_tokens import DraftRows, DraftTokens, copy_rows
@@ -127,8 +128,7 @@ class _Layout:
 class _Filled:
     """What a mirror of the inputs holds and need not be written again."""
 
-    sequence_ids: list[int] = field(default_factory=list)  # no more of them, or they would outlive their end here
-    versions: list[int] = field(default_factory=list)  # of their block tables
+    sequence_rows: SequenceRows
     num_drafts: list[int] = field(default_factory=list)
     layout: _Layout | None = None  # for so many drafts
 
@@ -174,7 +174,10 @@ class DecodeGraph:
         self._inputs = StaticTensors(specs, runner.device, num_mirrors=MAX_STEPS_IN_FLIGHT)
         results = {"results": TensorSpec((batch, shape.query_len + 1), i32)}
         self._outputs = StaticTensors(results, runner.device, num_mirrors=MAX_STEPS_IN_FLIGHT)
-        self._filled = [_Filled() for _ in range(MAX_STEPS_IN_FLIGHT)]
+        self._filled = [
+            _Filled(SequenceRows(is_filtered=shape.is_filtered, vocab_size=runner.vocab_size))
+            for _ in range(MAX_STEPS_IN_FLIGHT)
+        ]
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def capture(self, pool: GraphPool) -> None:
@@ -249,7 +252,12 @@ class DecodeGraph:
         self, sequences: Sequence[TargetSequence], drafts: Sequence[DraftTokens], is_chained: Sequence[bool]
     ) -> None:
         host, num_sequences = self._inputs.host, len(sequences)
-        self._fill_constants(sequences)
+        self._filled[self._inputs.index].sequence_rows.fill(
+            host,
+            [sequence.link_sequence_id for sequence in sequences],
+            [sequence.sampling for sequence in sequences],
+            [sequence.block_ids for sequence in sequences],
+        )
         layout = self._fill_layout([len(draft.token_ids) for draft in drafts])
         num_tokens = layout.num_tokens
         lengths = np.array([len(sequence.token_ids) for sequence in sequences])
@@ -286,32 +294,12 @@ class DecodeGraph:
             filled.num_drafts, filled.layout = num_drafts, layout
         return filled.layout
 
-    def _fill_constants(self, sequences: Sequence[TargetSequence]) -> None:
-        """What stays as it is from step to step: of a mirror that held the same sequences, only their new blocks."""
-        host, filled, num_sequences = self._inputs.host, self._filled[self._inputs.index], len(sequences)
-        sequence_ids = [sequence.link_sequence_id for sequence in sequences]
-        if filled.sequence_ids != sequence_ids:
-            filled.sequence_ids, filled.versions = sequence_ids, [-1] * num_sequences
-            sampling = [sequence.sampling for sequence in sequences]
-            host["temperature"][:num_sequences] = [p.temperature for p in sampling]
-            host["seeds"].view(np.uint64)[:num_sequences] = [p.seed for p in sampling]
-            if self.shape.is_filtered:
-                host["top_k"][:num_sequences] = [min(p.top_k, self._runner.vocab_size) for p in sampling]
-                host["top_p"][:num_sequences] = [p.top_p for p in sampling]
-                host["min_p"][:num_sequences] = [p.min_p for p in sampling]
-        for row, (sequence, version) in enumerate(zip(sequences, filled.versions, strict=True)):
-            block_ids = sequence.block_ids
-            if block_ids.version != version:
-                filled.versions[row] = block_ids.version
-                host["block_tables"][row, : len(block_ids)] = block_ids.array
-
     def _fill_padding(self, num_sequences: int, num_tokens: int, total_drafts: int) -> None:
         """Sequences without tokens or drafts, and tokens that no sequence owns and the cache does not keep."""
         host = self._inputs.host
         host["cu_query_lens"][num_sequences + 1 :] = num_tokens
         host["context_lens"][num_sequences:] = 0
         host["cu_num_drafts"][num_sequences + 1 :] = total_drafts
-        host["temperature"][num_sequences:] = 0.0
         if self.shape.query_len == 1:
             host["is_chained"][num_sequences:] = 0
             host["slots"][num_sequences:] = self._runner.num_blocks

@@ -42,7 +42,7 @@ class TargetSequence:
     stop_token_ids: frozenset[int]
     # How many log-probabilities beside the chosen token's; None for none at all.
     num_logprobs: int | None
-    max_draft_tokens: int
+    max_draft_tokens: int  # at least 1
     verification: common_pb2.Verification
     drafter: LinkKey | None
     traceparent: str

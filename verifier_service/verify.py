@@ -81,7 +81,12 @@ def verify(target: Target, batch: Sequence[Scheduled]) -> list[Verified | None]:
             [batch[index].is_chained for index in graphed],
         )
     if eager:
-        verified = _verify_eagerly(target, [batch[index] for index in eager], [drafts[index] for index in eager])
+        try:
+            verified = _verify_eagerly(target, [batch[index] for index in eager], [drafts[index] for index in eager])
+        except Exception:
+            if run is not None:
+                run.collect()  # what it was filled from is used again
+            raise
         for index, result in zip(eager, verified, strict=True):
             results[index] = result
     if run is not None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from transformers import modeling_utils
 
 import kernels
 from engine.model_loader import LoadedModel, ModelLoadError, load_model, refuse_foreign_kernels
@@ -203,3 +204,14 @@ def test_rotary_embeddings_that_depend_on_the_batch_are_kept_below_their_thresho
     path = save_model(config, tmp_path)
     assert load(path).max_length == 64
     assert load(path, max_length=50).max_length == 50
+
+
+def test_weights_are_not_cut_from_one_piece_of_memory(llama_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches memory of a GPU that fusion frees and that stays reserved, out of the KV cache's reach."""
+
+    def warm_up(*_: object) -> None:
+        raise AssertionError("transformers reserves the whole model's memory at once")
+
+    monkeypatch.setattr(modeling_utils, "caching_allocator_warmup", warm_up)
+    load(llama_path)
+    assert modeling_utils.caching_allocator_warmup is warm_up

@@ -1,7 +1,8 @@
 """Compile the kernels of the fused modules for sm_90 without a GPU, as the public functions launch them.
 
-Prints as JSON how many variants each kernel has, which use local memory, and which load or store single 16-bit
-elements. A program of its own, because Triton either interprets or compiles in one process.
+Prints as JSON how many variants each kernel has, which use local memory, which load or store single 16-bit elements,
+and which do something that they should not before the kernel ahead of them has ended. A program of its own, because
+Triton either interprets or compiles in one process.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from kernels.dispatch import interpreted_kernels
 from kernels.rms_norm import NormParameters, add_rms_norm, rms_norm
 from kernels.rotary import HeadNorms, rotary, rotary_cos_sin, rotary_store_kv
 from kernels.silu_mul import Activation, act_mul
+from tests.kernels.dependent_launch_rules import broken_rules
 
 HOPPER = GPUTarget("cuda", 90, 32)
 TYPES = {torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int64: "*i64"}
@@ -76,6 +78,15 @@ def launch_all(
     rotary_cos_sin(slots, torch.empty(rotary_dim // 2), scale=1.0, dtype=dtype)
 
 
+def early(key: str) -> list[str]:
+    """What a variant does before the kernel ahead of it has ended, and should not."""
+    kernel = key.split()[0]
+    if kernel == "_cos_sin_kernel":
+        return []
+    # A norm's weights.
+    return broken_rules(compiled[key], early_loads=r".*" if kernel == "_rms_norm_kernel" else "none")
+
+
 def main() -> None:
     JITFunction.run = compile_launch
     for module in (kernels.rms_norm_triton, kernels.rotary_triton, kernels.silu_mul_triton):
@@ -96,6 +107,7 @@ def main() -> None:
                 "kernels": dict(Counter(key.split()[0] for key in compiled)),
                 "local": sorted(key for key, ptx in compiled.items() if re.search(r"(ld|st)\.local", ptx)),
                 "narrow": sorted(narrow),
+                "early": {key: broken for key in compiled if (broken := early(key))},
             }
         )
     )

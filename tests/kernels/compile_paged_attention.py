@@ -16,6 +16,7 @@ from triton.compiler import ASTSource
 from kernels.paged_attention_split_triton import SplitTiling, _merge_splits_kernel, _split_attention_kernel
 from kernels.paged_attention_triton import _paged_attention_kernel, _Tiling
 from kernels.store_kv_triton import _store_kv_kernel
+from tests.kernels.dependent_launch_rules import broken_rules
 
 HOPPER = GPUTarget("cuda", 90, 32)
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -30,6 +31,10 @@ def compile_kernel(kernel: Any, types: dict[str, str], constants: dict[str, Any]
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
     compiled = triton.compile(ASTSource(kernel, signature, constants, attributes), target=HOPPER, options=options)
     assert compiled.asm["cubin"]
+    if constants.get("IS_FOLLOWING"):
+        # Lengths and block tables, one number at a time, are there before the kernel ahead begins.
+        broken = broken_rules(compiled.asm["ptx"], early_loads=r"ld\.global\.b32")
+        assert not broken, f"{kernel.__name__} {constants}: {broken} before the kernel ahead has ended"
     return int(compiled.metadata.shared)
 
 

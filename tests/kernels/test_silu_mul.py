@@ -92,3 +92,4 @@ def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
     assert {key.split()[0] for key in report["local"]} <= {"_cos_sin_kernel"}
     # In the shapes of an 8B model everything is read and written 8 or 16 bytes at a time.
     assert report["narrow"] == []
+    assert report["early"] == {}

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from drafter_service.draft_graph import DraftGraphs
 from drafter_service.drafter import Draft
@@ -227,3 +228,95 @@ def test_a_graphed_round_drafts_what_an_eager_one_does(model: Path) -> None:
         )
         capture(drafter._graphs)
         assert three_rounds() == eager
+
+
+def test_a_graph_stays_within_learnt_positions(tmp_path: Path) -> None:
+    """Catches a round that looks up positions which the model has not, for drafts that nobody asked for."""
+    torch.manual_seed(0)
+    config = GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=VOCABULARY, n_positions=20, initializer_range=0.3)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    drafter = ModelDrafter(
+        lambda: make_runner(tmp_path),
+        name="gpt2",
+        revision="",
+        tokenizer_fingerprint="",
+        max_num_batched_tokens=64,
+        num_candidates=16,
+    )
+    drafter.load()
+
+    def drafted() -> list[int]:
+        sequence = DraftSequence(
+            sequence_id=1,
+            token_ids=list(range(18)),
+            num_prompt_tokens=18,
+            sampling=SAMPLING[1],
+            max_draft_tokens=8,
+            wants_candidates=True,
+            num_computed=0,
+        )
+        (first,) = drafter.draft([sequence])  # the prompt is no round of a graph's
+        assert isinstance(first, Draft)
+        # From the last prompt token on: what a graph can do.
+        sequence.num_computed = 17
+        (draft,) = drafter.draft([sequence])
+        assert isinstance(draft, Draft)
+        drafter.release(sequence)
+        return list(draft.token_ids)
+
+    eager = drafted()
+    drafter._graphs = DraftGraphs(drafter._runner, max_sequences=2, max_draft_tokens=8, num_candidates=16)
+    capture(drafter._graphs)
+    assert drafted() == eager
+    assert len(eager) == 2
+
+
+def test_a_full_cache_changes_no_draft(model: Path) -> None:
+    """Catches a sequence that is evicted by one before it in the same round, and goes on as if its cache were there."""
+
+    def drafts(num_blocks: int) -> list[tuple[int, list[int]]]:
+        drafter = ModelDrafter(
+            lambda: ModelRunner(model, device=torch.device(SERVICE_DEVICE), dtype=torch.float32, num_blocks=num_blocks),
+            name="tiny",
+            revision="",
+            tokenizer_fingerprint="",
+            max_num_batched_tokens=512,
+            num_candidates=16,
+        )
+        drafter.load()
+        generator = np.random.default_rng(6)
+        sequences = [
+            DraftSequence(
+                sequence_id=index,
+                token_ids=generator.integers(0, VOCABULARY, 26 + 3 * index).tolist(),
+                num_prompt_tokens=1,
+                sampling=SamplingParameters(temperature=1.0, seed=index),
+                max_draft_tokens=4,
+                wants_candidates=True,
+            )
+            for index in range(6)
+        ]
+        found = []
+        for _ in range(30):
+            answers: dict[int, Draft] = {}
+            while len(answers) < len(sequences):
+                waiting = [sequence for sequence in sequences if sequence.sequence_id not in answers]
+                for draft in drafter.draft(waiting):
+                    assert isinstance(draft, Draft)
+                    answers[draft.sequence.sequence_id] = draft
+            for sequence in sequences:
+                draft = answers[sequence.sequence_id]
+                assert draft.candidate_weights is not None
+                found += [(sequence.sequence_id, sorted(row)) for row in draft.candidate_weights.tolist()]
+                # What the target commits does not depend on what was drafted: always something else.
+                token_id = int(generator.integers(0, VOCABULARY))
+                sequence.proposed = [token_id + 1]
+                sequence.commit([token_id], sequence.length + 1, 0)
+        return found
+
+    # Behind the first draft token, later ones follow what was drawn, which may fall on either side of a rounded weight.
+    enough, scarce = (drafts(num_blocks)[::4] for num_blocks in (128, 14))
+    assert len(enough) == len(scarce) == 180
+    for (number, weights), (other_number, other_weights) in zip(enough, scarce, strict=True):
+        assert number == other_number
+        assert max(abs(a - b) for a, b in zip(weights, other_weights, strict=True)) < 100
