@@ -135,6 +135,8 @@ async def test_the_page_in_a_browser(cluster: LocalCluster, tmp_path: Path) -> N
         await browser.wait_for("document.querySelector('#fallbacks').textContent.includes('CLIENT_DISABLED')")
 
         await browser.evaluate("document.getElementById('max-tokens').value = 110")
+        # Sampled at random, the model might well come to an end before.
+        await browser.evaluate("document.getElementById('temperature').value = 0")
         await browser.evaluate("document.getElementById('go').click()")
         result = await browser.wait_for(
             "(text => text.includes('target steps') && text)(document.getElementById('result').textContent)", 60
