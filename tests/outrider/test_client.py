@@ -138,7 +138,7 @@ class TestAsyncClient:
         async for event in client.stream("endless"):
             if isinstance(event, Chunk):
                 break
-        await asyncio.wait_for(gateway.was_cancelled.wait(), 5)
+        assert await asyncio.wait_for(gateway.was_cancelled.wait(), 5)
 
     async def test_closing_a_kept_iterator_cancels_the_call(self, client, gateway):
         stream = client.stream("endless")
@@ -204,7 +204,7 @@ class TestClient:
                         break
 
         await asyncio.to_thread(use)
-        await asyncio.wait_for(gateway.was_cancelled.wait(), 5)
+        assert await asyncio.wait_for(gateway.was_cancelled.wait(), 5)
 
 
 class TestBuildRequest:

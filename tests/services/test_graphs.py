@@ -44,8 +44,22 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_llama(tmp_path_factory.mktemp("model"), vocab_size=VOCABULARY, max_length=128)
 
 
-def make_runner(model: Path) -> ModelRunner:
-    return ModelRunner(model, device=torch.device(SERVICE_DEVICE), dtype=torch.float32, num_blocks=128)
+def make_runner(model: Path, *, num_blocks: int = 128) -> ModelRunner:
+    return ModelRunner(model, device=torch.device(SERVICE_DEVICE), dtype=torch.float32, num_blocks=num_blocks)
+
+
+def loaded_drafter(model: Path, *, num_blocks: int = 128) -> ModelDrafter:
+    """A drafter of 16 candidates that has no graphs yet."""
+    drafter = ModelDrafter(
+        lambda: make_runner(model, num_blocks=num_blocks),
+        name="tiny",
+        revision="",
+        tokenizer_fingerprint="",
+        max_num_batched_tokens=512,
+        num_candidates=16,
+    )
+    drafter.load()
+    return drafter
 
 
 def capture(graphs: DecodeGraphs | DraftGraphs) -> None:
@@ -187,15 +201,7 @@ def draft_sequences() -> list[DraftSequence]:
 
 def test_a_graphed_round_drafts_what_an_eager_one_does(model: Path) -> None:
     """Catches a token fed back at the wrong place, and a cache that is wrong after one or two tokens of catching up."""
-    drafter = ModelDrafter(
-        lambda: make_runner(model),
-        name="tiny",
-        revision="",
-        tokenizer_fingerprint="",
-        max_num_batched_tokens=512,
-        num_candidates=16,
-    )
-    drafter.load()
+    drafter = loaded_drafter(model)
 
     def three_rounds() -> list[tuple[list[int], list[list[int]], list[list[int]]]]:
         sequences = draft_sequences()
@@ -235,15 +241,7 @@ def test_a_graph_stays_within_learnt_positions(tmp_path: Path) -> None:
     torch.manual_seed(0)
     config = GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=VOCABULARY, n_positions=20, initializer_range=0.3)
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
-    drafter = ModelDrafter(
-        lambda: make_runner(tmp_path),
-        name="gpt2",
-        revision="",
-        tokenizer_fingerprint="",
-        max_num_batched_tokens=64,
-        num_candidates=16,
-    )
-    drafter.load()
+    drafter = loaded_drafter(tmp_path)
 
     def drafted() -> list[int]:
         sequence = DraftSequence(
@@ -275,15 +273,7 @@ def test_a_full_cache_changes_no_draft(model: Path) -> None:
     """Catches a sequence that is evicted by one before it in the same round, and goes on as if its cache were there."""
 
     def drafts(num_blocks: int) -> list[tuple[int, list[int]]]:
-        drafter = ModelDrafter(
-            lambda: ModelRunner(model, device=torch.device(SERVICE_DEVICE), dtype=torch.float32, num_blocks=num_blocks),
-            name="tiny",
-            revision="",
-            tokenizer_fingerprint="",
-            max_num_batched_tokens=512,
-            num_candidates=16,
-        )
-        drafter.load()
+        drafter = loaded_drafter(model, num_blocks=num_blocks)
         generator = np.random.default_rng(6)
         sequences = [
             DraftSequence(
