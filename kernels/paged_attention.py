@@ -8,7 +8,8 @@ verify step are one case here: sequence i has `query_lens[i]` new tokens, the la
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
@@ -48,23 +49,12 @@ def paged_attention(
 
     Runs a Triton kernel on CUDA tensors and plain torch on others.
     """
+    attend: Callable[..., torch.Tensor] = paged_attention_reference
     if runs_triton(query):
         from kernels.paged_attention_triton import launch_paged_attention
 
-        return launch_paged_attention(
-            query,
-            key_cache,
-            value_cache,
-            cu_query_lens,
-            context_lens,
-            block_tables,
-            scale=scale,
-            max_query_len=max_query_len,
-            sliding_window=sliding_window,
-            softcap=softcap,
-            is_after_store=is_after_store,
-        )
-    return paged_attention_reference(
+        attend = partial(launch_paged_attention, is_after_store=is_after_store)
+    return attend(
         query,
         key_cache,
         value_cache,

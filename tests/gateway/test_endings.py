@@ -180,7 +180,7 @@ async def test_client_that_never_reads_does_not_hold_up_the_end(verifier: FakeVe
         await fill_buffers(running, verifier, (await verifier.next_open()).sequence_id)
         await asyncio.wait_for(running.stop(), 5)
         await running.is_idle()
-        call.cancel()
+        assert call.cancel(), "the call had ended, and held nothing up"
 
 
 async def test_stop_string_closes_the_sequence_before_the_client_has_read(
