@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from operator import itemgetter
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -128,13 +128,11 @@ class ModelDrafter:
         self._round += 1
         budget, block_size = self._max_num_batched_tokens, self._blocks.block_size
         # Those that miss little go first: a target waits for them, and a long prompt fills what they leave.
-        all_missing = [(len(each.token_ids) - each.num_computed, each) for each in wanting]
-        for _, sequence in sorted(all_missing, key=itemgetter(0)):
+        for sequence in sorted(wanting, key=attrgetter("num_missing")):
             if budget == 0:
                 break
-            length = len(sequence.token_ids)
             # Counted anew: one that came before may have evicted this one.
-            missing = length - sequence.num_computed
+            length, missing = sequence.length, sequence.num_missing
             if missing > budget:
                 num_new, num_draft_tokens = budget, 0
                 needed = sequence.num_computed + budget

@@ -38,7 +38,7 @@ class SamplingParameters:
         """Whether the most likely token is always taken."""
         return self.temperature == 0.0
 
-    @cached_property  # asked for each sequence of each of a drafter's rounds
+    @cached_property  # asked for each sequence of each step
     def has_filters(self) -> bool:
         """Whether top-k, top-p or min-p leave anything out."""
         return self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0

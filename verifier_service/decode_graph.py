@@ -84,7 +84,7 @@ class DecodeGraphs:
     ) -> GraphRun:
         """Begin a step of at most `max_sequences` that fit; see `DecodeGraph.launch`."""
         query_len = self._max_draft_tokens + 1 if any(draft.token_ids for draft in drafts) else 1
-        is_filtered = any(sequence.has_filters for sequence in sequences)
+        is_filtered = any(sequence.sampling.has_filters for sequence in sequences)
         num_sequences = next(bucket for bucket in self._buckets if bucket >= len(sequences))
         return self._graphs[GraphShape(num_sequences, query_len, is_filtered)].launch(sequences, drafts, is_chained)
 

@@ -87,13 +87,10 @@ class TargetSequence:
     drafter_address: str = field(init=False)
     # Tokens that end the sequence.
     last_token_ids: frozenset[int] = field(init=False)
-    # Whether top-k, top-p or min-p leave anything out.
-    has_filters: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.drafter_address = self.drafter.address if self.drafter is not None else ""
         self.last_token_ids = self.eos_token_ids | self.stop_token_ids
-        self.has_filters = self.sampling.has_filters
 
     @property
     def subject(self) -> Subject:
