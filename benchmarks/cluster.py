@@ -26,6 +26,7 @@ class Placement:
     device: str  # auto: a GPU each where there are two, else one for both; or cpu, or cuda:N for both
     max_batch_size: int
     max_tokens_per_sequence: int
+    num_draft_tokens: int  # most of any request
     start_seconds: float  # most that the services may take until they serve
     verifier_flags: tuple[str, ...] = ()
     drafter_flags: tuple[str, ...] = ()
@@ -61,6 +62,7 @@ def make_cluster(pair: PairDirectory, placement: Placement, *, log_directory: Pa
         drain_seconds=2.0,
         log_level="WARNING" if placement.device_type == "cpu" else "INFO",
         log_directory=log_directory,
+        max_draft_tokens=placement.num_draft_tokens,
         restart=False,
         verifier_flags=(*common, *running, *patience, *placement.verifier_flags),
         drafter_flags=(*common, *placement.drafter_flags),

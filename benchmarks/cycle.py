@@ -95,6 +95,7 @@ async def _measure(options: argparse.Namespace, pair: PairDirectory, recorder: R
         options.device,
         max(options.batch_sizes),
         128 + options.output_tokens + options.num_draft_tokens,
+        options.num_draft_tokens,
         max(deadline - time.monotonic(), 10.0),
     )
     with TraceCollector() as collector, environment_of(collector.environment):

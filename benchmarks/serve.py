@@ -214,6 +214,7 @@ async def _measure(options: argparse.Namespace, pair: PairDirectory, recorder: R
         options.device,
         max(*options.batch_sizes, _CHECK.batch_size),
         128 + options.output_tokens + options.num_draft_tokens,
+        options.num_draft_tokens,
         max(deadline - time.monotonic(), 10.0),
         tuple(options.verifier_flag),
         tuple(options.drafter_flag),

@@ -61,7 +61,7 @@ async def _measure(options: argparse.Namespace, pair: PairDirectory, recorder: R
     size = options.batch_size
     workload = Workload(size, 1.0, options.num_draft_tokens, num_output_tokens=options.output_tokens)
     tokens = workload.num_prompt_tokens + options.output_tokens + options.num_draft_tokens
-    placement = Placement(options.device, size, tokens, options.start_seconds)
+    placement = Placement(options.device, size, tokens, options.num_draft_tokens, options.start_seconds)
     seeds = itertools.count(1)
     # One in a hundred, evenly: of wave after wave, the request that makes the hundred full.
     numbers = itertools.count(1)

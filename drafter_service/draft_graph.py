@@ -39,7 +39,7 @@ class DraftGraphs:
 
     def __init__(self, runner: ModelRunner, *, max_sequences: int, max_draft_tokens: int, num_candidates: int) -> None:
         self._buckets = batch_buckets(max_sequences)
-        self._max_draft_tokens = max_draft_tokens
+        self.max_draft_tokens = max_draft_tokens
         max_blocks = -(-runner.max_length // runner.block_size)
         self._graphs = {
             shape: DraftGraph(runner, shape, num_candidates=num_candidates, max_blocks=max_blocks)
@@ -56,7 +56,7 @@ class DraftGraphs:
     def fits(self, sequence: DraftSequence, num_draft_tokens: int) -> bool:
         """Whether a graph can draft so many tokens for the sequence."""
         return (
-            0 < num_draft_tokens <= self._max_draft_tokens
+            0 < num_draft_tokens <= self.max_draft_tokens
             and sequence.num_missing <= MAX_CATCH_UP
             and not sequence.sampling.has_penalties
         )
@@ -74,7 +74,7 @@ class DraftGraphs:
     def graph_of(self, num_sequences: int, *, is_filtered: bool) -> DraftGraph:
         """The smallest graph that has room for so many, at most the largest bucket."""
         bucket = next(bucket for bucket in self._buckets if bucket >= num_sequences)
-        return self._graphs[DraftShape(bucket, self._max_draft_tokens, is_filtered)]
+        return self._graphs[DraftShape(bucket, self.max_draft_tokens, is_filtered)]
 
 
 class DraftGraph:

@@ -21,6 +21,7 @@ from engine.logs import about
 from engine.model_runner import ModelRunner
 from engine.sampling_tensors import SamplingTensors, new_history, penalized
 from kernels.draft_sample import draft_sample
+from kernels.limits import MAX_DRAFT_TOKENS
 from kernels.penalties import Penalties, TokenHistory
 from kernels.shape_logits import apply_penalties
 from outrider.v1 import drafter_pb2
@@ -127,6 +128,8 @@ class ModelDrafter:
         planned: list[_Planned] = []
         self._round += 1
         budget, block_size = self._max_num_batched_tokens, self._blocks.block_size
+        # Longer proposals would be made without a graph, step by step, while everybody else's wait.
+        most = self._graphs.max_draft_tokens if self._graphs is not None else MAX_DRAFT_TOKENS
         # Those that miss little go first: a target waits for them, and a long prompt fills what they leave.
         for sequence in sorted(wanting, key=attrgetter("num_missing")):
             if budget == 0:
@@ -137,7 +140,7 @@ class ModelDrafter:
                 num_new, num_draft_tokens = budget, 0
                 needed = sequence.num_computed + budget
             else:
-                num_new, num_draft_tokens = missing, min(sequence.max_draft_tokens, self.max_length - length)
+                num_new, num_draft_tokens = missing, min(sequence.max_draft_tokens, most, self.max_length - length)
                 # The last draft token's key and value are computed only if it is accepted, by the next catch-up.
                 needed = length + num_draft_tokens - 1
             if needed > len(sequence.block_ids) * block_size and not self._make_room(sequence, needed):

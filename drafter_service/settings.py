@@ -38,7 +38,7 @@ class DrafterSettings(ModelSettings):
         default=4,
         ge=1,
         le=MAX_DRAFT_TOKENS,
-        description="draft tokens that CUDA graphs make in one go; the verifiers' K",
+        description="draft tokens that CUDA graphs make in one go, and most of a proposal then; the verifiers' K",
     )
     graph_max_sequences: int = Field(
         default=64, ge=1, description="most sequences that CUDA graphs draft for at once; more take several rounds"

@@ -264,6 +264,8 @@ class LocalCluster:
                 if devices.is_shared:
                     verifier_flags += ["--memory-fraction", "0.8"]
                     drafter_flags += ["--memory-fraction", "0.1"]
+                if options.max_draft_tokens is not None:
+                    drafter_flags += ["--graph-draft-tokens", str(options.max_draft_tokens)]
             if options.drafter == "scripted":
                 drafter_flags += ["--script", options.script]
             drafter_flags += options.drafter_flags

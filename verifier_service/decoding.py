@@ -23,7 +23,7 @@ class TargetLimits:
     vocabulary_size: int
     max_length: int
     eos_token_ids: frozenset[int]
-    default_max_draft_tokens: int
+    max_draft_tokens: int  # K: what a request gets that names none, and the most that one gets
 
 
 def parse_opening(
@@ -75,7 +75,8 @@ def parse_opening(
         eos_token_ids=frozenset() if message.ignore_eos else limits.eos_token_ids,
         stop_token_ids=frozenset(message.stop_token_ids),
         num_logprobs=message.logprobs if message.HasField("logprobs") else None,
-        max_draft_tokens=message.max_draft_tokens or limits.default_max_draft_tokens,
+        # More than the graphs hold would slow down everybody who shares a step with it.
+        max_draft_tokens=min(message.max_draft_tokens or limits.max_draft_tokens, limits.max_draft_tokens),
         verification=message.verification,
         drafter=drafter,
         traceparent=message.traceparent,

@@ -2,8 +2,8 @@
 
 A step over a few sequences takes nearly as long as one over a single sequence, as reading the weights is most of it.
 With few sequences all should be verified at once; with many of them in two halves, each verified while the other is
-drafted. Left alone they fall apart into smaller and smaller groups. A sequence whose proposal has come therefore waits
-for others of the same drafter that are still on their way, though not much longer than their way usually takes.
+drafted. Left alone they fall apart into smaller and smaller groups. A sequence that could take part in a step therefore
+waits for others of the same drafter that are still on their way, though not much longer than their way usually takes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,9 @@ from verifier_service.sequence import LinkKey, TargetSequence
 # In units of the usual time from a step's beginning to the proposals that answer it.
 PATIENCE = 1.5
 MAX_PATIENCE_SECONDS = 0.05
+# The part of an equal share that makes a half. Halves are seldom equal, as sequences end: the smaller one must not wait
+# for the other, or the device would wait with it.
+_HALF_FROM = 0.75
 # The weight of the newest measurement in the mean.
 _WEIGHT = 0.1
 
@@ -46,14 +49,15 @@ class Gathering:
     ) -> set[LinkKey]:
         """The drafters whose sequences should wait with the proposals that they have.
 
-        By drafter: how many sequences could take part in a step, and how many others may soon. Nobody waits once one of
-        `num_groups` equal shares is there.
+        By drafter: how many sequences could take part in a step, and how many others may soon. Of one group all come
+        together; of `num_groups` nobody waits once most of an equal share is there.
         """
         now = time.monotonic()
+        part = _HALF_FROM / num_groups if num_groups > 1 else 1.0
         waiting = set()
         for drafter, number in num_ready.items():
-            share = -(-(number + num_missing.get(drafter, 0)) // num_groups)
-            if number < share and now - self._since.setdefault(drafter, now) < self._patience:
+            enough = part * (number + num_missing.get(drafter, 0))
+            if number < enough and now - self._since.setdefault(drafter, now) < self._patience:
                 waiting.add(drafter)
         return waiting
 

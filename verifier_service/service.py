@@ -112,7 +112,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
             vocabulary_size=self._target.vocabulary_size,
             max_length=self._target.max_length,
             eos_token_ids=self._target.eos_token_ids,
-            default_max_draft_tokens=self._settings.max_draft_tokens,
+            max_draft_tokens=self._settings.max_draft_tokens,
         )
 
     async def drain(self) -> None:

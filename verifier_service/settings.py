@@ -21,7 +21,10 @@ class VerifierSettings(ModelSettings):
     listen: str = Field(default="127.0.0.1:50052", description="host:port to serve gRPC on; port 0 takes a free one")
     model: Path = Field(description="directory of the target model")
     max_draft_tokens: int = Field(
-        default=4, ge=1, le=MAX_DRAFT_TOKENS, description="draft tokens a step (K) where the request names none"
+        default=4,
+        ge=1,
+        le=MAX_DRAFT_TOKENS,
+        description="most draft tokens a step (K), whatever the request asks for; as many where it names none",
     )
     num_candidates: int = Field(
         default=64, ge=1, le=MAX_CANDIDATES, description="candidates of a draft token that CUDA graphs have room for"

@@ -146,7 +146,9 @@ async def sample(
     return await asyncio.gather(*(one(index) for index in range(num_requests)))
 
 
-def tiny_cluster(tiny_pair: tuple[Path, Path], log_directory: Path) -> LocalCluster:
+def tiny_cluster(
+    tiny_pair: tuple[Path, Path], log_directory: Path, *, max_draft_tokens: int | None = None
+) -> LocalCluster:
     """The three services with a pair small enough to go through all that it could say."""
     target, draft = tiny_pair
     return LocalCluster(
@@ -155,6 +157,7 @@ def tiny_cluster(tiny_pair: tuple[Path, Path], log_directory: Path) -> LocalClus
             draft=draft,
             device=SERVICE_DEVICE,
             dtype="float32",
+            max_draft_tokens=max_draft_tokens,
             log_directory=log_directory,
             log_level="WARNING",
             verifier_flags=VERIFIER_FLAGS,

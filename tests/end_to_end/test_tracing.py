@@ -56,7 +56,8 @@ async def test_one_trace_from_client_to_drafter(
         stopping=generation_pb2.StoppingParameters(max_tokens=253),
         speculation=generation_pb2.SpeculationParameters(max_draft_tokens=16),
     )
-    async with tiny_cluster(tiny_pair, tmp_path) as cluster, grpc.aio.insecure_channel(cluster.address) as channel:
+    cluster = tiny_cluster(tiny_pair, tmp_path, max_draft_tokens=16)
+    async with cluster, grpc.aio.insecure_channel(cluster.address) as channel:
         call = generation_pb2_grpc.GenerationServiceStub(channel).Generate(
             request, metadata=(("traceparent", f"00-{TRACE_ID}-{CLIENT_SPAN}-01"),)
         )

@@ -65,6 +65,13 @@ async def test_starts_serves_and_leaves_nothing_behind(tmp_path):
     assert any("vocabulary differs" in report.message for report in reports)
 
 
+async def test_both_services_are_made_for_the_same_number_of_draft_tokens(tmp_path):
+    """Catches a drafter whose CUDA graphs make fewer, which then are all that anybody gets."""
+    async with LocalCluster(options(tmp_path, max_draft_tokens=7)) as cluster:
+        assert "--max-draft-tokens 7" in (cluster.log_directory / "verifier.log").read_text()
+        assert "--graph-draft-tokens 7" in (cluster.log_directory / "drafter.log").read_text()
+
+
 async def test_a_cluster_without_a_drafter(tmp_path):
     async with LocalCluster(options(tmp_path, drafter="none")) as cluster:
         assert "--drafters" not in (cluster.log_directory / "gateway.log").read_text()

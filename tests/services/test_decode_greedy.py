@@ -132,7 +132,7 @@ async def test_the_shortest_and_the_longest_proposals(pair: Pair, max_draft_toke
     async with (
         running_drafter(drafter_settings(model=draft)) as drafter,
         scripted_drafter(replay(*([*prompt, *greedy(target, prompt, 80)] for prompt in prompts(3)))) as oracle,
-        running_verifier(verifier_settings(target)) as (verifier, _),
+        running_verifier(verifier_settings(target, max_draft_tokens=32)) as (verifier, _),
         decode_client(verifier.address) as client,
     ):
         await client.use_drafters(drafter.address, oracle.address)
@@ -144,6 +144,23 @@ async def test_the_shortest_and_the_longest_proposals(pair: Pair, max_draft_toke
             assert sum(result.num_accepted for result in results) > 0
         # With one draft token, all but the first token come in twos; with 32, the first of them meets the first token.
         assert {result.num_steps for result in results} == {num_steps}
+
+
+async def test_no_request_gets_more_draft_tokens_than_the_verifier_allows(pair: Pair) -> None:
+    """Catches a request that makes everybody's steps longer than the graphs were made for."""
+    target, _ = pair
+    prompt = prompts(1)[0]
+    async with (
+        scripted_drafter(replay([*prompt, *greedy(target, prompt, 80)])) as oracle,
+        running_verifier(verifier_settings(target, max_draft_tokens=2)) as (verifier, _),
+        decode_client(verifier.address) as client,
+    ):
+        await client.use_drafters(oracle.address)
+        # Threes behind the first two steps, as the first draft token meets the first token; or twos behind the first.
+        for asked_for, num_steps in ((0, 15), (32, 15), (1, 21)):
+            result = await client.decode(prompt, drafter=oracle.address, max_tokens=40, max_draft_tokens=asked_for)
+            check(result, target, prompt, 40)
+            assert result.num_steps == num_steps
 
 
 async def test_prompts_in_chunks(pair: Pair) -> None:

@@ -299,9 +299,11 @@ async def test_the_same_seed_gives_the_same_tokens_in_any_company(pair: Pair, bu
         {"sampling": {"temperature": 0.7, "top_p": 0.9, "frequency_penalty": 0.3}, "seed": 12, "max_draft_tokens": 7},
     ]
     others = prompts(8, step=11)
+    verifying = verifier_settings(target, max_num_batched_tokens=budget, split_from=4, max_draft_tokens=9)
+    drafting = drafter_settings(model=draft, max_num_batched_tokens=budget, graph_draft_tokens=9)
     async with (
-        running_drafter(drafter_settings(model=draft, max_num_batched_tokens=budget)) as drafter,
-        running_verifier(verifier_settings(target, max_num_batched_tokens=budget, split_from=4)) as (verifier, _),
+        running_drafter(drafting) as drafter,
+        running_verifier(verifying) as (verifier, _),
         decode_client(verifier.address) as client,
     ):
         await client.use_drafters(drafter.address)

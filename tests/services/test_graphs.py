@@ -236,6 +236,25 @@ def test_a_graphed_round_drafts_what_an_eager_one_does(model: Path) -> None:
         assert three_rounds() == eager
 
 
+def test_a_proposal_is_no_longer_than_graphs_make_it(model: Path) -> None:
+    """Catches a request that is drafted without a graph, step by step, while everybody else waits."""
+    drafter = loaded_drafter(model)
+
+    def lengths() -> list[int]:
+        sequences = draft_sequences()
+        for sequence in sequences:
+            sequence.max_draft_tokens = 6
+        drafts = drafter.draft(sequences)
+        for sequence in sequences:
+            drafter.release(sequence)
+        return [len(draft.token_ids) for draft in drafts if isinstance(draft, Draft)]
+
+    assert set(lengths()) == {6}
+    drafter._graphs = DraftGraphs(drafter._runner, max_sequences=8, max_draft_tokens=4, num_candidates=16)
+    capture(drafter._graphs)
+    assert lengths() == [4] * len(SAMPLING)
+
+
 def test_a_graph_stays_within_learnt_positions(tmp_path: Path) -> None:
     """Catches a round that looks up positions which the model has not, for drafts that nobody asked for."""
     torch.manual_seed(0)

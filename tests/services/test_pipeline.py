@@ -259,7 +259,53 @@ def test_many_sequences_of_a_drafter_are_verified_in_halves(monkeypatch: pytest.
         sequence.num_in_flight = 1
     others = [sequence for sequence in sequences if not sequence.is_in_flight]
     assert verified(scheduler) == set(others)
-    others[0].proposals.clear()
+    for sequence in others[:2]:
+        sequence.proposals.clear()
     assert verified(scheduler) == set()
     propose(others[0], [1])
-    assert verified(scheduler) == set(others)
+    assert verified(scheduler) == {others[0], *others[2:]}
+
+
+def test_a_half_does_not_wait_for_the_larger_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches halves of an odd number of sequences that take turns in idling: the smaller is no equal share."""
+    Clock(monkeypatch)
+    sequences = [speculating(is_ready=True) for _ in range(9)]
+    scheduler, _ = scheduler_over(*sequences, split_from=8)
+    first = verified(scheduler)
+    assert len(first) == 5
+    for sequence in first:
+        sequence.num_in_flight = 1
+    assert verified(scheduler) == set(sequences) - first
+
+
+def test_what_needs_no_proposal_comes_along_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches steps of their own for last tokens: each takes about as long as a step over all the others."""
+    clock = Clock(monkeypatch)
+    last, unmatched, late = (speculating(is_ready=False) for _ in range(3))
+    last.length_limit = last.length + 1
+    unmatched.plain_position = unmatched.length
+    late.behind_since = 0.0
+    others = [speculating(is_ready=False) for _ in range(3)]
+    first_token = target_sequence(1, drafter=LINK)
+    scheduler, _ = scheduler_over(last, unmatched, late, *others, first_token, split_from=100)
+
+    def stepping() -> set[TargetSequence]:
+        return {part.sequence for part in scheduler.schedule()[0]}
+
+    # Neither a first token nor a sequence whose drafter is late waits for anybody.
+    assert stepping() == {late, first_token}
+    for sequence in (late, first_token):
+        sequence.num_in_flight = 1
+    assert stepping() == set()
+    late.drafter = None
+    for sequence in others:
+        propose(sequence, [1])
+    assert stepping() == {last, unmatched, *others}
+    others[0].proposals.clear()
+    assert stepping() == set()
+    clock.now += gathering.MAX_PATIENCE_SECONDS + 0.001
+    assert stepping() == {last, unmatched, *others[1:]}
+    # With nobody left to wait for, at once.
+    for sequence in others:
+        scheduler.remove(sequence)
+    assert stepping() == {last, unmatched}
