@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import product
 from operator import attrgetter
 
 import numpy as np
@@ -19,8 +21,9 @@ from engine.block_manager import BlockManager
 from engine.cuda_graph import GraphPool
 from engine.logs import about
 from engine.model_runner import ModelRunner
+from engine.sampling_parameters import SamplingParameters
 from engine.sampling_tensors import SamplingTensors, new_history, penalized
-from kernels.draft_sample import draft_sample
+from kernels.draft_sample import DraftSample, draft_sample
 from kernels.limits import MAX_DRAFT_TOKENS
 from kernels.penalties import Penalties, TokenHistory
 from kernels.shape_logits import apply_penalties
@@ -80,6 +83,16 @@ class ModelDrafter:
         if self._make_graphs is not None and self._runner.device.type == "cuda":
             self._graphs = self._make_graphs(self._runner)
             self._graphs.capture(GraphPool(self._runner.device))
+        self._warm_up_sampling()
+
+    def _warm_up_sampling(self) -> None:
+        """Sample once in each way that has kernels of its own; graphs know nothing of penalties."""
+        logits = self._runner.execute([SequenceSlice([0], 0, [0], 1)])
+        for top_p, penalty in product((1.0, 0.5), (0.0, 1.0)):
+            sampling = SamplingParameters(temperature=1.0, top_p=top_p, presence_penalty=penalty)
+            sequence = DraftSequence(0, [0], 1, sampling, max_draft_tokens=1, wants_candidates=True)
+            item = _Planned(sequence, 1, 1)
+            self._sample(logits, [item], {id(item): _Rows(sequence)})
 
     @property
     def device(self) -> torch.device:
@@ -202,7 +215,7 @@ class ModelDrafter:
         logits: torch.Tensor,  # [len(active), vocab_size]
         active: list[_Planned],
         rows: dict[int, _Rows],
-    ) -> list[tuple[int, npt.NDArray[np.int32] | None, npt.NDArray[np.int32] | None]]:
+    ) -> list[tuple[int, npt.NDArray[np.int32] | None, npt.NDArray[np.uint16] | None]]:
         drafted = [rows[id(item)].token_ids for item in active]
         tensors = SamplingTensors.build(
             [item.sequence.sampling for item in active],
@@ -219,16 +232,25 @@ class ModelDrafter:
             top_p=tensors.top_p,
             min_p=tensors.min_p,
             num_candidates=self._num_candidates,
+            out=self._sample_of(len(active)),
         )
         token_ids = sample.token_ids.tolist()
         candidate_ids = sample.candidate_ids.cpu().numpy()
-        candidate_weights = sample.candidate_weights.cpu().numpy()
+        candidate_weights = sample.candidate_weights.cpu().numpy().view(np.uint16)
         return [
             (token_id, candidate_ids[row], candidate_weights[row])
             if item.sequence.wants_candidates
             else (token_id, None, None)
             for row, (item, token_id) in enumerate(zip(active, token_ids, strict=True))
         ]
+
+    def _sample_of(self, batch_size: int) -> DraftSample:
+        """Room for so many draft tokens, in the types that graphs have: another type would be another kernel."""
+        new = partial(torch.empty, device=self._runner.device)
+        shape = (batch_size, self._num_candidates)
+        return DraftSample(
+            new(batch_size, dtype=torch.int32), new(shape, dtype=torch.int32), new(shape, dtype=torch.int16)
+        )
 
 
 def _penalize(
@@ -258,9 +280,9 @@ class _Rows:
         # Counts the draft tokens too; made anew for each draft, as most of them never become part of the sequence.
         self.history = new_history(sequence.sampling, sequence.token_ids, sequence.num_prompt_tokens)
         self._candidate_ids: list[npt.NDArray[np.int32]] = []
-        self._candidate_weights: list[npt.NDArray[np.int32]] = []
+        self._candidate_weights: list[npt.NDArray[np.uint16]] = []
 
-    def append(self, token_id: int, ids: npt.NDArray[np.int32] | None, weights: npt.NDArray[np.int32] | None) -> None:
+    def append(self, token_id: int, ids: npt.NDArray[np.int32] | None, weights: npt.NDArray[np.uint16] | None) -> None:
         self.token_ids.append(token_id)
         if self.history is not None:
             self.history.append([token_id])

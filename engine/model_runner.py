@@ -13,6 +13,7 @@ from engine.batch import Batch, SequenceSlice, build_batch
 from engine.fusion import fuse
 from engine.kv_cache import KVCache, bytes_per_block, check_block_size, num_blocks_within
 from engine.model_loader import load_model
+from kernels.dispatch import runs_triton_on
 
 _logger = logging.getLogger(__name__)
 
@@ -128,16 +129,45 @@ class ModelRunner:
         Overwrites the cache: call it before the first sequence.
         """
         longest = min(self.max_num_batched_tokens, self.max_length)
-        if self.device.type == "cuda":
+        if runs_triton_on(self.device):
             # Kernels are compiled for each power of two of the query length, up to tiles that are full.
             query_lens = {*(1 << power for power in range(longest.bit_length())), longest}
         else:
             query_lens = {1, min(8, longest)}  # nothing to compile, only memory to touch
-        block_ids = range(-(-longest // self.block_size))
         for query_len in sorted(query_lens):
-            self.execute([SequenceSlice([0] * query_len, 0, block_ids, 1)])
+            self._warm_up_with(1, query_len, query_len)
+            for num_sequences, context_len in self._attention_batches(query_len):
+                self._warm_up_with(num_sequences, query_len, context_len)
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+    def _attention_batches(self, query_len: int) -> set[tuple[int, int]]:
+        """(number of sequences, context length) of what attention has a variant for."""
+        if not runs_triton_on(self.device):
+            return set()
+        from kernels.paged_attention_split_triton import distinct_batches
+
+        most_sequences = self.max_num_batched_tokens // query_len
+        most_context = min(self.max_length, self.num_blocks * self.block_size)
+        heads = {cache.shape[2:] for cache in self._cache.keys}
+        return {
+            batch
+            for num_kv_heads, head_dim in heads
+            for batch in distinct_batches(
+                query_len,
+                num_kv_heads,
+                head_dim,
+                self.dtype,
+                block_size=self.block_size,
+                most_sequences=most_sequences,
+                most_context=most_context,
+            )
+        }
+
+    def _warm_up_with(self, num_sequences: int, query_len: int, context_len: int) -> None:
+        # All in the same blocks: what is computed means nothing.
+        block_ids = range(-(-context_len // self.block_size))
+        self.execute([SequenceSlice([0] * query_len, context_len - query_len, block_ids, 1)] * num_sequences)
 
     def _check_limits(self, slices: Sequence[SequenceSlice]) -> None:
         num_tokens = sum(len(part.token_ids) for part in slices)

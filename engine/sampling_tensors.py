@@ -15,7 +15,10 @@ from kernels.penalties import PenalizedSequence, TokenHistory
 
 @dataclass(frozen=True)
 class SamplingTensors:
-    """One entry a sequence. A filter that no sequence uses is None, and then costs nothing."""
+    """One entry a sequence. The filters are None, and cost nothing, where no sequence uses any of them.
+
+    All of them or none: kernels are compiled for either, and not for each combination.
+    """
 
     temperature: torch.Tensor  # [batch] float32
     seeds: torch.Tensor  # [batch] int64, the bit pattern of a uint64
@@ -38,16 +41,15 @@ class SamplingTensors:
         def put(values: npt.ArrayLike, dtype: npt.DTypeLike) -> torch.Tensor:
             return torch.from_numpy(np.asarray(values, dtype=dtype)).to(device, non_blocking=True)
 
+        has_filters = any(p.has_filters for p in parameters)
         return cls(
             temperature=put([p.temperature for p in parameters], np.float32),
             seeds=put(np.array([p.seed for p in parameters], dtype=np.uint64).view(np.int64), np.int64),
             positions=put(positions, np.int64),
             # A top_k beyond the vocabulary keeps everything, and need not fit the kernel's 32 bits.
-            top_k=put([min(p.top_k, vocabulary_size) for p in parameters], np.int32)
-            if any(p.top_k for p in parameters)
-            else None,
-            top_p=put([p.top_p for p in parameters], np.float32) if any(p.top_p < 1 for p in parameters) else None,
-            min_p=put([p.min_p for p in parameters], np.float32) if any(p.min_p > 0 for p in parameters) else None,
+            top_k=put([min(p.top_k, vocabulary_size) for p in parameters], np.int32) if has_filters else None,
+            top_p=put([p.top_p for p in parameters], np.float32) if has_filters else None,
+            min_p=put([p.min_p for p in parameters], np.float32) if has_filters else None,
         )
 
 

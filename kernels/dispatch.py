@@ -19,6 +19,11 @@ def runs_triton(tensor: torch.Tensor) -> bool:
     return tensor.is_cuda or _interpreting.get()
 
 
+def runs_triton_on(device: torch.device) -> bool:
+    """Whether operations on this device run the Triton kernels."""
+    return device.type == "cuda" or _interpreting.get()
+
+
 @contextmanager
 def interpreted_kernels() -> Iterator[None]:
     """For tests: run the Triton kernels on CPU tensors, through Triton's interpreter.

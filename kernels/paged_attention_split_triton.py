@@ -18,6 +18,8 @@ from kernels.dependent_launch import has_dependent_launch
 # there are so few sequences that merging is cheap.
 _NUM_MULTIPROCESSORS = 132
 _MOST_PAIRS_TO_SPLIT_FINELY = 16
+_NUM_KEYS = 64  # in an iteration, at most
+_MOST_SPLITS = 32
 
 
 def launch_split_attention(
@@ -109,6 +111,32 @@ def launch_split_attention(
         )
 
 
+def distinct_batches(
+    query_len: int,
+    num_kv_heads: int,
+    head_dim: int,
+    dtype: torch.dtype,
+    *,
+    block_size: int,
+    most_sequences: int,
+    most_context: int,
+) -> list[tuple[int, int]]:  # (number of sequences, tokens of context of each)
+    """Batches that between them need each variant that these kernels have for queries of this length."""
+    found: dict[tuple[int, int], tuple[int, int]] = {}
+    # Larger batches are not split, and longer contexts not into more parts.
+    most_sequences = min(most_sequences, 2 * _NUM_MULTIPROCESSORS // num_kv_heads + 1)
+    most_context = min(most_context, _MOST_SPLITS * _NUM_KEYS)
+    for num_sequences in range(1, most_sequences + 1):
+        for context_len in range(-(-query_len // block_size) * block_size, most_context + 1, block_size):
+            pairs = num_sequences * num_kv_heads
+            # However many heads share a kv head: that decides only about the rows.
+            tiling = SplitTiling.choose(query_len, 1, head_dim, dtype, num_pairs=pairs, max_context_len=context_len)
+            if tiling is not None:
+                variant = (tiling.num_keys, triton.next_power_of_2(tiling.num_splits))
+                found.setdefault(variant, (num_sequences, context_len))
+    return list(found.values())
+
+
 @dataclass(frozen=True)
 class SplitTiling:
     """How much of the problem one program holds, and how many share a sequence's kv head."""
@@ -129,13 +157,13 @@ class SplitTiling:
         if dtype.itemsize > 2:
             most_rows, num_keys = 32, 16
         else:
-            most_rows, num_keys = 64, 64 if num_pairs <= 2 * _NUM_MULTIPROCESSORS else 32
+            most_rows, num_keys = 64, _NUM_KEYS if num_pairs <= 2 * _NUM_MULTIPROCESSORS else 32
         if head_dim > 128:
             most_rows //= 2
         if num_rows > most_rows:
             return None
         enough_programs = _NUM_MULTIPROCESSORS * (2 if num_pairs <= _MOST_PAIRS_TO_SPLIT_FINELY else 1)
-        most_splits = min(32, triton.cdiv(max_context_len, num_keys))
+        most_splits = min(_MOST_SPLITS, triton.cdiv(max_context_len, num_keys))
         return SplitTiling(
             num_rows=num_rows,
             num_keys=num_keys,

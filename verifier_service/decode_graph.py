@@ -49,8 +49,8 @@ class DecodeGraphs:
         num_candidates: int,
     ) -> None:
         self._buckets = batch_buckets(max_sequences)
-        self._max_draft_tokens = max_draft_tokens
-        self._num_candidates = num_candidates
+        self.max_draft_tokens = max_draft_tokens
+        self.num_candidates = num_candidates
         max_blocks = -(-runner.max_length // runner.block_size)
         # By the first block of a sequence, which is nobody else's, the token that its last plain step sampled; one more
         # for padding.
@@ -75,15 +75,15 @@ class DecodeGraphs:
         return (
             sequence.history is None
             and sequence.num_logprobs is None
-            and len(draft.token_ids) <= self._max_draft_tokens
-            and draft.rows.num_candidates <= self._num_candidates
+            and len(draft.token_ids) <= self.max_draft_tokens
+            and draft.rows.num_candidates <= self.num_candidates
         )
 
     def launch(
         self, sequences: Sequence[TargetSequence], drafts: Sequence[DraftTokens], is_chained: Sequence[bool]
     ) -> GraphRun:
         """Begin a step of at most `max_sequences` that fit; see `DecodeGraph.launch`."""
-        query_len = self._max_draft_tokens + 1 if any(draft.token_ids for draft in drafts) else 1
+        query_len = self.max_draft_tokens + 1 if any(draft.token_ids for draft in drafts) else 1
         is_filtered = any(sequence.sampling.has_filters for sequence in sequences)
         num_sequences = next(bucket for bucket in self._buckets if bucket >= len(sequences))
         return self._graphs[GraphShape(num_sequences, query_len, is_filtered)].launch(sequences, drafts, is_chained)

@@ -78,9 +78,10 @@ def copy_rows(drafts: Sequence[DraftTokens], target: DraftRows) -> None:
         start = end
 
 
-def concatenate(drafts: Sequence[DraftTokens]) -> DraftRows:
-    """All draft tokens in order, as wide as the widest."""
+def concatenate(drafts: Sequence[DraftTokens], *, min_candidates: int = 0) -> DraftRows:
+    """All draft tokens in order, as wide as the widest, and at least `min_candidates`."""
     width = max((draft.rows.num_candidates for draft in drafts), default=0)
+    width = max(width, min_candidates)
     together = DraftRows.empty(sum(len(draft) for draft in drafts), width)
     together.candidate_ids.fill(0)
     copy_rows(drafts, together)

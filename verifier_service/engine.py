@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import grpc
 
 from engine.errors import code_number
+from engine.late_compilation import warn_of_late_compilation
 from engine.logs import about
 from outrider.v1 import common_pb2, drafter_pb2, generation_pb2, verifier_pb2
 from verifier_service.draft_tokens import DraftTokens
@@ -34,7 +35,7 @@ from verifier_service.sequence import LinkKey, TargetSequence
 from verifier_service.sequence_trace import Step
 from verifier_service.step_metrics import StepMetrics
 from verifier_service.target import Target
-from verifier_service.verify import Verified, verify
+from verifier_service.verify import Verified, verify, warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -78,6 +79,9 @@ class VerifierEngine:
     def load(self) -> None:
         """Load the target model and warm it up."""
         self._target.load()
+        warm_up(self._target)
+        if self._target.device.type == "cuda":
+            warn_of_late_compilation()
         self._scheduler = Scheduler(
             self._target.blocks,
             max_running=self._max_running,

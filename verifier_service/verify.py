@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 import numpy.typing as npt
@@ -11,12 +13,14 @@ import torch
 
 from engine.batch import SequenceSlice
 from engine.sampling_tensors import SamplingTensors, penalized
+from engine.wire import pack_tokens
 from kernels.logprobs import token_logprobs
 from kernels.penalties import Penalties
 from kernels.rejection_sample import rejection_sample
-from outrider.v1 import common_pb2
+from outrider.v1 import common_pb2, verifier_pb2
 from verifier_service.decode_graph import DecodeGraphs, GraphRun
-from verifier_service.draft_tokens import DraftTokens, concatenate
+from verifier_service.decoding import TargetLimits, parse_opening
+from verifier_service.draft_tokens import DraftRows, DraftTokens, concatenate
 from verifier_service.scheduler import Scheduled
 from verifier_service.target import Target
 
@@ -95,6 +99,26 @@ def verify(target: Target, batch: Sequence[Scheduled]) -> list[Verified | None]:
     return results
 
 
+def warm_up(target: Target) -> None:
+    """Sample once in each way that has kernels of its own and no graph: with penalties."""
+    if target.graphs is None:
+        return
+    limits = TargetLimits(target.vocabulary_size, 2, frozenset(), target.graphs.max_draft_tokens)
+    for top_p, num_drafts in product((1.0, 0.5), (0, target.graphs.max_draft_tokens)):
+        opening = verifier_pb2.OpenDecoding(
+            token_ids=pack_tokens([0]),
+            num_prompt_tokens=1,
+            sampling=common_pb2.SamplingParameters(temperature=1.0, top_p=top_p, presence_penalty=1.0, seed=0),
+        )
+        sequence = parse_opening(
+            opening, limits=limits, session_id=0, link_sequence_id=0, drafter=None, arrived_ns=time.time_ns()
+        )
+        none = np.empty((num_drafts, 0), np.int32)
+        draft = DraftTokens([0] * num_drafts, DraftRows(np.zeros(num_drafts, np.int32), none, none))
+        logits = target.runner.execute([SequenceSlice([0], 0, [0], 1)])
+        _sample(target, logits.repeat(num_drafts + 1, 1), [Scheduled(sequence, 1, num_drafts, True)], [draft])
+
+
 def _fits(graphs: DecodeGraphs, part: Scheduled, draft: DraftTokens) -> bool:
     """Whether a graph can decode the part."""
     return part.is_sampled and part.num_new == 1 and graphs.fits(part.sequence, draft)
@@ -134,7 +158,13 @@ def _sample(
         vocabulary_size=target.vocabulary_size,
         device=target.device,
     )
-    all_drafts = concatenate(drafts)
+    # In a graph's shapes where there are graphs: others would be other kernels, which the first of them waits for.
+    most, min_candidates = max(part.num_drafts for part in parts), 0
+    if (graphs := target.graphs) is not None:
+        min_candidates = graphs.num_candidates
+        if 0 < most < graphs.max_draft_tokens:
+            most = graphs.max_draft_tokens
+    all_drafts = concatenate(drafts, min_candidates=min_candidates)
     draft_token_ids = all_drafts.token_ids
     cu_num_drafts = np.cumsum([0, *(part.num_drafts for part in parts)], dtype=np.int32)
 
@@ -150,7 +180,7 @@ def _sample(
         tensors.temperature,
         tensors.seeds,
         tensors.positions,
-        max_num_draft_tokens=max(part.num_drafts for part in parts),
+        max_num_draft_tokens=most,
         top_k=tensors.top_k,
         top_p=tensors.top_p,
         min_p=tensors.min_p,

@@ -1,0 +1,249 @@
+"""Which kernels drafter and verifier need that warming up has not compiled, without a GPU and without compiling any.
+
+Prints as JSON, by service, the kernels that were asked for late. Triton is told of a GPU and kept from compiling; what
+it would launch is noted and left out, so that every kernel's result is zeros. `--cold` leaves parts of the warm-up out,
+to see that they are missed. A program of its own, because Triton either interprets or compiles in one process.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+
+import kernels.paged_attention_split_triton
+import kernels.paged_attention_triton
+import kernels.rms_norm_triton
+import kernels.rotary_triton
+import kernels.silu_mul_triton
+from drafter_service.draft_graph import DraftGraphs
+from drafter_service.drafter import Draft
+from drafter_service.model_drafter import ModelDrafter
+from drafter_service.sequence import DraftSequence
+from engine.block_manager import BlockManager
+from engine.model_runner import ModelRunner
+from engine.sampling_parameters import SamplingParameters
+from engine.sampling_tensors import new_history
+from kernels.dispatch import interpreted_kernels
+from tests.services.sequences import target_sequence
+from verifier_service import verify as verification
+from verifier_service.decode_graph import DecodeGraphs
+from verifier_service.draft_tokens import DraftRows, DraftTokens
+from verifier_service.scheduler import Scheduled
+
+VOCABULARY = 8192
+K = 4
+CANDIDATES = 128
+BATCH_SIZES = (1, 2, 3, 5, 8, 16, 40, 64)
+LENGTHS = (1, 2, 5, 12, 30, 128, 128, 400, 700)
+KINDS: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "plain": {},
+    "top-p": {"top_p": 0.9},
+    "top-k": {"top_k": 50},
+    "penalty": {"frequency_penalty": 0.3},
+    "penalty and min-p": {"presence_penalty": 0.3, "min_p": 0.1},
+}
+
+
+class Gpu:
+    """As much of Triton's driver as a launch asks before it compiles."""
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int | None = None) -> int:
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        return GPUTarget("cuda", 90, 32)
+
+
+class Launches:
+    """The kernels asked for, each in the types and constants that it would be compiled for."""
+
+    def __init__(self) -> None:
+        self.has_warmed_up = False
+        self.late: dict[str, str] = {}  # the kernel by all that it depends on
+        self._known: set[str] = set()
+
+    def note(self, *, key: str, fn: Any, **_: Any) -> bool:
+        """Triton's hook in front of a compilation; true keeps it from compiling and launching."""
+        variant = f"{fn.name} {key}"
+        if self.has_warmed_up and variant not in self._known:
+            self.late[variant] = fn.name
+        self._known.add(variant)
+        return True
+
+
+class Pool:
+    """In place of a pool of CUDA graphs: runs what would be captured."""
+
+    def capture(self, work: Callable[[], None]) -> Any:
+        work()
+        return mock.Mock(replay=work)
+
+
+@contextmanager
+def results_of_zeros() -> Iterator[None]:
+    """Memory comes zeroed, as no kernel writes it: what happened to be there would be no token ids."""
+
+    def zeroed(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        return lambda *arguments, **options: function(*arguments, **options).zero_()
+
+    with (
+        mock.patch.object(torch, "empty", zeroed(torch.empty)),
+        mock.patch.object(torch, "empty_like", zeroed(torch.empty_like)),
+        mock.patch.object(torch.Tensor, "new_empty", zeroed(torch.Tensor.new_empty)),
+    ):
+        yield
+
+
+def make_runner(path: Path, num_kv_heads: int) -> ModelRunner:
+    config = LlamaConfig(
+        hidden_size=128,
+        intermediate_size=256,
+        num_attention_heads=4 * num_kv_heads,
+        num_key_value_heads=num_kv_heads,
+        head_dim=64,
+        num_hidden_layers=1,
+        vocab_size=VOCABULARY,
+        max_position_embeddings=4096,
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    return ModelRunner(path, device=torch.device("cpu"), dtype=torch.bfloat16, num_blocks=4000, is_fused=True)
+
+
+def draft(runner: ModelRunner, launches: Launches, rng: np.random.Generator) -> None:
+    """Load a drafter and let it draft for all kinds of batches, prompts and what follows."""
+    drafter = ModelDrafter(
+        lambda: runner,
+        name="draft",
+        revision="",
+        tokenizer_fingerprint="",
+        max_num_batched_tokens=runner.max_num_batched_tokens,
+        num_candidates=CANDIDATES,
+    )
+    drafter.load()
+    drafter._graphs = DraftGraphs(runner, max_sequences=64, max_draft_tokens=K, num_candidates=CANDIDATES)
+    drafter._graphs.capture(Pool())  # type: ignore[arg-type]
+    launches.has_warmed_up = True
+    for number, num_sequences in enumerate(BATCH_SIZES * 3):
+        sampling = list(KINDS.values())[number % len(KINDS)]
+        sequences = [
+            DraftSequence(
+                sequence_id=index,
+                token_ids=rng.integers(0, VOCABULARY, int(rng.choice(LENGTHS))).tolist(),
+                num_prompt_tokens=1,
+                sampling=SamplingParameters(**(sampling if index % 3 else {})),
+                max_draft_tokens=K,
+                wants_candidates=True,
+            )
+            for index in range(num_sequences)
+        ]
+        for _ in range(4):
+            for answer in drafter.draft(sequences):
+                assert isinstance(answer, Draft)
+                sequence, count = answer.sequence, int(rng.integers(0, K + 1))
+                sequence.proposed = list(answer.token_ids)
+                verdict = [*answer.token_ids[:count], 1]
+                sequence.commit(verdict, sequence.length + len(verdict), sequence.epoch)
+                # The end of a chunk that the budget cut, and what came while the opening was not answered.
+                sequence.num_computed -= min(sequence.num_computed, int(rng.choice([0, 0, 4, 11])))
+        for sequence in sequences:
+            drafter.release(sequence)
+
+
+def verify(runner: ModelRunner, launches: Launches, rng: np.random.Generator, *, is_cold: bool) -> None:
+    """Warm a target up and let it verify all kinds of batches."""
+    runner.warm_up()
+    graphs = DecodeGraphs(runner, max_sequences=64, max_draft_tokens=K, num_candidates=CANDIDATES)
+    graphs.capture(Pool())  # type: ignore[arg-type]
+    target: Any = mock.Mock(runner=runner, graphs=graphs, vocabulary_size=VOCABULARY, device=runner.device)
+    if not is_cold:
+        verification.warm_up(target)
+    launches.has_warmed_up = True
+    blocks = BlockManager(runner.num_blocks, runner.block_size)
+    for number, num_sequences in enumerate(BATCH_SIZES * 3):
+        sampling = list(KINDS.values())[number % len(KINDS)]
+        batch, num_tokens = [], 0
+        for index in range(num_sequences):
+            part = random_part(rng, sampling if index % 3 else {}, num_logprobs=2 if number % 5 == 0 else None)
+            assert blocks.grow(part.sequence.block_ids, part.sequence.length + K)
+            if num_tokens + part.num_tokens <= runner.max_num_batched_tokens:
+                batch.append(part)
+                num_tokens += part.num_tokens
+        verification.verify(target, batch)
+        for part in batch:
+            blocks.free(part.sequence.block_ids)
+
+
+def random_part(rng: np.random.Generator, sampling: dict[str, Any], *, num_logprobs: int | None) -> Scheduled:
+    """A prompt, the end or an inner chunk of one, or a sequence that decodes, some of them with draft tokens."""
+    length = int(rng.choice(LENGTHS))
+    sequence = target_sequence(
+        length,
+        length_limit=length + 64,
+        sampling=SamplingParameters(**sampling),
+        num_logprobs=num_logprobs,
+        num_computed=int(rng.choice([0, length // 2, max(length - 7, 0), length - 1])),
+    )
+    sequence.history = new_history(sequence.sampling, sequence.token_ids, length)
+    num_missing = length - sequence.num_computed
+    if num_missing > 1 and rng.random() < 0.3:
+        return Scheduled(sequence, num_missing // 2, 0, is_sampled=False)
+    num_drafts = int(rng.integers(0, K + 1))
+    if num_drafts:
+        width = int(rng.choice([0, 64, CANDIDATES]))
+        ids = np.tile(np.arange(width, dtype=np.int32), (num_drafts, 1))
+        rows = DraftRows(np.zeros(num_drafts, np.int32), ids, np.full(ids.shape, 512, np.uint16))
+        sequence.proposals.offer(0, length, DraftTokens([0] * num_drafts, rows), sequence.token_ids)
+    return Scheduled(sequence, num_missing, num_drafts, is_sampled=True)
+
+
+def main(arguments: Sequence[str]) -> None:
+    is_cold = "--cold" in arguments
+    driver.set_active(Gpu())  # type: ignore[arg-type]
+    for module in (
+        kernels.paged_attention_split_triton,
+        kernels.paged_attention_triton,
+        kernels.rms_norm_triton,
+        kernels.rotary_triton,
+        kernels.silu_mul_triton,
+    ):
+        if hasattr(module, "has_dependent_launch"):
+            module.has_dependent_launch = lambda device: True
+    if is_cold:
+        ModelRunner._attention_batches = lambda self, query_len: set()  # type: ignore[method-assign]
+        ModelDrafter._warm_up_sampling = lambda self: None  # type: ignore[method-assign]
+    found: dict[str, list[str]] = {"drafter": [], "verifier": []}
+    rng = np.random.default_rng(0)
+    for num_kv_heads in (8, 2):
+        for service in found:
+            launches = Launches()
+            knobs.runtime.jit_cache_hook = launches.note
+            with tempfile.TemporaryDirectory() as directory:
+                runner = make_runner(Path(directory), num_kv_heads)
+            with interpreted_kernels(), results_of_zeros():
+                if service == "drafter":
+                    draft(runner, launches, rng)
+                else:
+                    verify(runner, launches, rng, is_cold=is_cold)
+            found[service] += sorted(launches.late.values())
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
