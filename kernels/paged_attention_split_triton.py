@@ -131,9 +131,10 @@ def distinct_batches(
             pairs = num_sequences * num_kv_heads
             # However many heads share a kv head: that decides only about the rows.
             tiling = SplitTiling.choose(query_len, 1, head_dim, dtype, num_pairs=pairs, max_context_len=context_len)
-            if tiling is not None:
-                variant = (tiling.num_keys, triton.next_power_of_2(tiling.num_splits))
-                found.setdefault(variant, (num_sequences, context_len))
+            if tiling is None:
+                return []  # too many rows, whatever the batch
+            variant = (tiling.num_keys, triton.next_power_of_2(tiling.num_splits))
+            found.setdefault(variant, (num_sequences, context_len))
     return list(found.values())
 
 
