@@ -12,7 +12,6 @@ from drafter_service.drafter import Draft, Drafter, NoDraft
 from drafter_service.metrics import DrafterMetrics
 from drafter_service.sequence import DraftSequence
 from engine.errors import InvalidArgumentError
-from engine.late_compilation import warn_of_late_compilation
 from engine.sampling_parameters import SamplingParameters
 from engine.step_spans import SpanRecord, StepSpans
 from engine.telemetry import is_sampled
@@ -97,9 +96,6 @@ class DrafterEngine:
     def load(self) -> None:
         """Load the drafter."""
         self._drafter.load()
-        device = self._drafter.device
-        if device is not None and device.type == "cuda":
-            warn_of_late_compilation()
 
     def refuse_openings(self) -> None:
         """Take no new sequences from now on; safe to call from any thread."""

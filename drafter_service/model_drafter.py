@@ -19,6 +19,7 @@ from drafter_service.sequence import DraftSequence
 from engine.batch import SequenceSlice
 from engine.block_manager import BlockManager
 from engine.cuda_graph import GraphPool
+from engine.late_compilation import warn_of_late_compilation
 from engine.logs import about
 from engine.model_runner import ModelRunner
 from engine.sampling_parameters import SamplingParameters
@@ -84,6 +85,8 @@ class ModelDrafter:
             self._graphs = self._make_graphs(self._runner)
             self._graphs.capture(GraphPool(self._runner.device))
         self._warm_up_sampling()
+        if self._graphs is not None:
+            warn_of_late_compilation()
 
     def _warm_up_sampling(self) -> None:
         """Sample once in each way that has kernels of its own; graphs know nothing of penalties."""

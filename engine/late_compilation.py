@@ -9,7 +9,10 @@ logger = logging.getLogger(__name__)
 
 
 def warn_of_late_compilation() -> None:
-    """From now on, log what Triton compiles or loads in this process; to be called when everything has warmed up."""
+    """From now on, log what Triton compiles or loads in this process; to be called when everything has warmed up.
+
+    Only where CUDA graphs fix the shapes: without them, steps of new shapes may bring new kernels.
+    """
     from triton import knobs  # not installed everywhere
 
     knobs.runtime.jit_post_compile_hook = _warn

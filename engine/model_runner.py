@@ -147,8 +147,9 @@ class ModelRunner:
             return set()
         from kernels.paged_attention_split_triton import distinct_batches
 
-        most_sequences = self.max_num_batched_tokens // query_len
-        most_context = min(self.max_length, self.num_blocks * self.block_size)
+        # Beside the longest the others may have a single token each.
+        most_sequences = self.max_num_batched_tokens - query_len + 1
+        most_context = -(-self.max_length // self.block_size) * self.block_size
         heads = {cache.shape[2:] for cache in self._cache.keys}
         return {
             batch
@@ -165,9 +166,12 @@ class ModelRunner:
         }
 
     def _warm_up_with(self, num_sequences: int, query_len: int, context_len: int) -> None:
-        # All in the same blocks: what is computed means nothing.
+        # One as long as that and the others as short as can be, all in the same blocks: what is computed means nothing.
+        context_len = min(context_len, self.max_length)
         block_ids = range(-(-context_len // self.block_size))
-        self.execute([SequenceSlice([0] * query_len, context_len - query_len, block_ids, 1)] * num_sequences)
+        longest = SequenceSlice([0] * query_len, context_len - query_len, block_ids, 1)
+        shortest = SequenceSlice([0], context_len - 1, block_ids, 1)
+        self.execute([longest, *[shortest] * (num_sequences - 1)])
 
     def _check_limits(self, slices: Sequence[SequenceSlice]) -> None:
         num_tokens = sum(len(part.token_ids) for part in slices)

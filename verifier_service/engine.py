@@ -80,7 +80,7 @@ class VerifierEngine:
         """Load the target model and warm it up."""
         self._target.load()
         warm_up(self._target)
-        if self._target.device.type == "cuda":
+        if self._target.graphs is not None and self._target.device.type == "cuda":
             warn_of_late_compilation()
         self._scheduler = Scheduler(
             self._target.blocks,

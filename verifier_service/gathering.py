@@ -29,13 +29,16 @@ class Gathering:
     def __init__(self) -> None:
         self._usual_seconds = MAX_PATIENCE_SECONDS / PATIENCE
         self._since: dict[LinkKey, float] = {}
+        self._held: set[LinkKey] = set()  # as `waiting` said last
 
     def began(self, sequences: Iterable[TargetSequence]) -> None:
         """A step over these sequences was begun."""
         now = time.monotonic()
         for sequence in sequences:
             sequence.step_began = now
-            if sequence.drafter is not None:
+            # Not for a step of those who wait for nobody, which would let the others wait anew.
+            is_gathered = sequence.num_committed_here and sequence.num_missing == 1 and sequence.behind_since is None
+            if is_gathered and sequence.drafter is not None:
                 self._since.pop(sequence.drafter, None)
 
     def answered(self, sequence: TargetSequence, now: float) -> None:
@@ -55,18 +58,21 @@ class Gathering:
         now = time.monotonic()
         part = _HALF_FROM / num_groups if num_groups > 1 else 1.0
         waiting = set()
+        self._since = {drafter: since for drafter, since in self._since.items() if drafter in num_ready}
         for drafter, number in num_ready.items():
             enough = part * (number + num_missing.get(drafter, 0))
             if number < enough and now - self._since.setdefault(drafter, now) < self._patience:
                 waiting.add(drafter)
+        self._held = waiting
         return waiting
 
     def time_left(self) -> float | None:
-        """Seconds until those that are held back have waited long enough; None where nothing is."""
-        now = time.monotonic()
-        left = [since + self._patience - now for since in self._since.values()]
-        left = [seconds for seconds in left if seconds > 0]
-        return min(left) if left else None
+        """Seconds until those that were held back last have waited long enough; None where nothing was."""
+        since = [self._since[drafter] for drafter in self._held if drafter in self._since]
+        if not since:
+            return None
+        # A clock's tick above zero: the time may have come since they were held back.
+        return max(min(since) + self._patience - time.monotonic(), 0.001)
 
     @property
     def _patience(self) -> float:

@@ -179,7 +179,8 @@ class Scheduler:
             speculates_with = drafter if length + 1 < sequence.length_limit else None
             num_speculating += speculates_with is not None
             if sequence.num_in_flight:
-                if speculates_with is not None:
+                # Who goes on without a late drafter is not waited for either.
+                if speculates_with is not None and sequence.behind_since is None:
                     missing_drafters.append(speculates_with)
                 continue
             num_drafts, is_prompt = 0, length - sequence.num_computed > 1

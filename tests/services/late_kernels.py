@@ -47,7 +47,9 @@ VOCABULARY = 8192
 K = 4
 CANDIDATES = 128
 BATCH_SIZES = (1, 2, 3, 5, 8, 16, 40, 64)
-LENGTHS = (1, 2, 5, 12, 30, 128, 128, 400, 700)
+# Of prompts: in the first half of the batches, and in the second.
+SHORT = (3, 5, 9, 12)
+MIXED = (1, 2, 5, 12, 30, 128, 128, 400, 700)
 KINDS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "plain": {},
@@ -128,7 +130,7 @@ def make_runner(path: Path, num_kv_heads: int) -> ModelRunner:
         device=torch.device("cpu"),
         dtype=torch.bfloat16,
         num_blocks=4000,
-        max_num_batched_tokens=768,
+        max_num_batched_tokens=512,
         is_fused=True,
     )
 
@@ -149,10 +151,11 @@ def draft(runner: ModelRunner, launches: Launches, rng: np.random.Generator) -> 
     launches.has_warmed_up = True
     for number, num_sequences in enumerate(BATCH_SIZES * 2):
         sampling = list(KINDS.values())[number % len(KINDS)]
+        lengths = SHORT if number < len(BATCH_SIZES) else MIXED
         sequences = [
             DraftSequence(
                 sequence_id=index,
-                token_ids=rng.integers(0, VOCABULARY, int(rng.choice(LENGTHS))).tolist(),
+                token_ids=rng.integers(0, VOCABULARY, int(rng.choice(lengths))).tolist(),
                 num_prompt_tokens=1,
                 sampling=SamplingParameters(**(sampling if index % 3 else {})),
                 max_draft_tokens=K,
@@ -185,9 +188,11 @@ def verify(runner: ModelRunner, launches: Launches, rng: np.random.Generator, *,
     blocks = BlockManager(runner.num_blocks, runner.block_size)
     for number, num_sequences in enumerate(BATCH_SIZES * 2):
         sampling = list(KINDS.values())[number % len(KINDS)]
+        lengths = SHORT if number < len(BATCH_SIZES) else MIXED
         batch, num_tokens = [], 0
         for index in range(num_sequences):
-            part = random_part(rng, sampling if index % 3 else {}, num_logprobs=2 if number % 5 == 0 else None)
+            length, num_logprobs = int(rng.choice(lengths)), 2 if number % 5 == 0 else None
+            part = random_part(rng, length, sampling if index % 3 else {}, num_logprobs=num_logprobs)
             assert blocks.grow(part.sequence.block_ids, part.sequence.length + K)
             if num_tokens + part.num_tokens <= runner.max_num_batched_tokens:
                 batch.append(part)
@@ -197,9 +202,10 @@ def verify(runner: ModelRunner, launches: Launches, rng: np.random.Generator, *,
             blocks.free(part.sequence.block_ids)
 
 
-def random_part(rng: np.random.Generator, sampling: dict[str, Any], *, num_logprobs: int | None) -> Scheduled:
+def random_part(
+    rng: np.random.Generator, length: int, sampling: dict[str, Any], *, num_logprobs: int | None
+) -> Scheduled:
     """A prompt, the end or an inner chunk of one, or a sequence that decodes, some of them with draft tokens."""
-    length = int(rng.choice(LENGTHS))
     sequence = target_sequence(
         length,
         length_limit=length + 64,

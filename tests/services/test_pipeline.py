@@ -248,6 +248,47 @@ def test_few_sequences_of_a_drafter_are_verified_together(monkeypatch: pytest.Mo
     assert verified(scheduler) == {ready, elsewhere}
 
 
+def test_nobody_waits_longer_for_those_who_wait_for_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a wait that begins anew with each step of a sequence whose drafter is late, or that such steps cause."""
+    clock = Clock(monkeypatch)
+    ready, missing = speculating(is_ready=True), speculating(is_ready=False)
+    late = [speculating(is_ready=False) for _ in range(2)]
+    for sequence in late:
+        sequence.behind_since = clock.now
+    scheduler, gathered = scheduler_over(ready, missing, *late, split_from=100)
+    start = clock.now
+    for number in range(100):
+        # One of them is always in flight.
+        late[number % 2].num_in_flight, late[1 - number % 2].num_in_flight = 0, 1
+        parts = [part.sequence for part in scheduler.schedule()[0]]
+        assert late[number % 2] in parts
+        gathered.began(parts)
+        if ready in parts:
+            break
+        clock.now += 0.004
+    assert gathering.MAX_PATIENCE_SECONDS <= clock.now - start < gathering.MAX_PATIENCE_SECONDS + 0.005
+    # With the late ones alone beside it, there is nobody to wait for.
+    scheduler.remove(missing)
+    for sequence in (ready, *late):
+        sequence.num_in_flight = 0
+    late[0].num_in_flight = 1
+    assert verified(scheduler) == {ready}
+
+
+def test_a_wait_that_is_over_is_not_slept_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an engine that goes to sleep until the next frame, as time ran out while it asked whether it may."""
+    clock = Clock(monkeypatch)
+    ready, missing = speculating(is_ready=True), speculating(is_ready=False)
+    scheduler, gathered = scheduler_over(ready, missing, split_from=100)
+    assert gathered.time_left() is None
+    assert verified(scheduler) == set()
+    clock.now += gathering.MAX_PATIENCE_SECONDS + 0.001
+    assert gathered.time_left() == 0.001
+    assert verified(scheduler) == {ready}
+    gathered.began([ready])
+    assert gathered.time_left() is None
+
+
 def test_many_sequences_of_a_drafter_are_verified_in_halves(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches halves that fall apart: each step then verifies fewer sequences in the same time."""
     Clock(monkeypatch)
