@@ -16,7 +16,7 @@ _interpreting: ContextVar[bool] = ContextVar("interpreting", default=False)
 
 def runs_triton(tensor: torch.Tensor) -> bool:
     """Whether operations on this tensor run the Triton kernels."""
-    return tensor.is_cuda or _interpreting.get()
+    return runs_triton_on(tensor.device)
 
 
 def runs_triton_on(device: torch.device) -> bool:

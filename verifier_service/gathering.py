@@ -36,10 +36,9 @@ class Gathering:
         now = time.monotonic()
         for sequence in sequences:
             sequence.step_began = now
-            # Not for a step of those who wait for nobody, which would let the others wait anew.
-            is_gathered = sequence.num_committed_here and sequence.num_missing == 1 and sequence.behind_since is None
-            if is_gathered and sequence.drafter is not None:
-                self._since.pop(sequence.drafter, None)
+            # A step of those who wait for nobody would let the others wait anew.
+            if (drafter := sequence.gathers_with) is not None:
+                self._since.pop(drafter, None)
 
     def answered(self, sequence: TargetSequence, now: float) -> None:
         """A proposal for the sequence has come."""

@@ -46,7 +46,7 @@ _Ready = tuple[
     int,  # place by admission: no two have the same, so that sequences themselves are never compared
     TargetSequence,
     int,  # num_drafts
-    LinkKey | None,  # the drafter whose other sequences it waits for, where they shall be verified together
+    LinkKey | None,  # gathers_with
 ]
 
 
@@ -139,8 +139,8 @@ class Scheduler:
     def _continue_running(self, scheduled: dict[TargetSequence, Scheduled], budget: int) -> int:
         candidates = self._candidates()
         num_verified_left = -(-candidates.num_speculating // candidates.num_groups)
-        for _, _, _, sequence, num_drafts, drafter in sorted(candidates.ready):
-            if drafter in candidates.waiting:
+        for _, _, _, sequence, num_drafts, gathers_with in sorted(candidates.ready):
+            if gathers_with in candidates.waiting:
                 continue
             if num_drafts:
                 if num_verified_left == 0:
@@ -170,35 +170,31 @@ class Scheduler:
         """Who could take part in a step. One pass that looks at everything once: it stands between two steps."""
         ready: list[_Ready] = []
         num_speculating = 0
-        ready_drafters: list[LinkKey] = []  # for each sequence that could take part and need not do so alone
+        ready_drafters: list[LinkKey] = []  # for each sequence that could take part
         missing_drafters: list[LinkKey] = []  # for each that should wait for a proposal, or whose step is in flight
         for place, sequence in enumerate(self.running):
             length = len(sequence.token_ids)
-            # As `is_speculating` says, and below `_num_drafts`.
-            drafter = sequence.drafter if sequence.num_committed_here else None
-            speculates_with = drafter if length + 1 < sequence.length_limit else None
-            num_speculating += speculates_with is not None
+            # As `is_speculating` says, and below `_num_drafts`; a drafter that cannot help any more counts for none.
+            can_speculate = sequence.num_committed_here and length + 1 < sequence.length_limit
+            drafter = sequence.drafter if can_speculate else None
+            num_speculating += drafter is not None
             if sequence.num_in_flight:
                 # Who goes on without a late drafter is not waited for either.
-                if speculates_with is not None and sequence.behind_since is None:
-                    missing_drafters.append(speculates_with)
+                if drafter is not None and sequence.behind_since is None:
+                    missing_drafters.append(drafter)
                 continue
             num_drafts, is_prompt = 0, length - sequence.num_computed > 1
-            if speculates_with is not None and not is_prompt:
+            if drafter is not None and not is_prompt:
                 if num_drafts := len(sequence.proposals.waiting.token_ids):
                     if num_drafts > (most := sequence.num_wanted_drafts):
                         num_drafts = most
                 elif sequence.is_waiting_for_proposal:
-                    missing_drafters.append(speculates_with)
+                    missing_drafters.append(drafter)
                     continue
-            # Prompts wait for nobody, nor does who goes on without a late drafter. Who needs no proposal, for a last
-            # token or where there is no match, comes along with the others: alone it would take a step as long.
-            if is_prompt or sequence.behind_since is not None:
-                drafter = None
-            if drafter is not None:
-                ready_drafters.append(drafter)
+            if (gathers_with := sequence.gathers_with) is not None:
+                ready_drafters.append(gathers_with)
             is_last = is_prompt and self._step - sequence.last_turn[0] <= MAX_STEPS_LEFT_OUT
-            ready.append((is_last, sequence.last_turn, place, sequence, num_drafts, drafter))
+            ready.append((is_last, sequence.last_turn, place, sequence, num_drafts, gathers_with))
         # With many of them, two halves: while the target verifies one, the drafter works for the other.
         num_groups = 1 if num_speculating < self._split_from else 2
         waiting: set[LinkKey] = set()

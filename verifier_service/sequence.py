@@ -155,6 +155,17 @@ class TargetSequence:
             and self.is_speculating
         )
 
+    @property
+    def gathers_with(self) -> LinkKey | None:
+        """The drafter with whose other sequences it takes its steps; None where it waits for nobody.
+
+        A prompt and its first token do not wait, nor does who goes on without a late drafter. Who needs no proposal,
+        for a last token or where there is no match, does: alone it would take a step as long as that of all others.
+        """
+        if not self.num_committed_here or self.behind_since is not None or self.num_missing > 1:
+            return None
+        return self.drafter
+
     def cut(self, token_ids: list[int]) -> tuple[list[int], generation_pb2.FinishReason]:
         """What of newly sampled tokens the sequence keeps, and why it ends there (UNSPECIFIED: it does not)."""
         for index, token_id in enumerate(token_ids):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -104,18 +103,16 @@ def warm_up(target: Target) -> None:
     if target.graphs is None:
         return
     limits = TargetLimits(target.vocabulary_size, 2, frozenset(), target.graphs.max_draft_tokens)
+    logits = target.runner.execute([SequenceSlice([0], 0, [0], 1)])
     for top_p, num_drafts in product((1.0, 0.5), (0, target.graphs.max_draft_tokens)):
         opening = verifier_pb2.OpenDecoding(
             token_ids=pack_tokens([0]),
             num_prompt_tokens=1,
             sampling=common_pb2.SamplingParameters(temperature=1.0, top_p=top_p, presence_penalty=1.0, seed=0),
         )
-        sequence = parse_opening(
-            opening, limits=limits, session_id=0, link_sequence_id=0, drafter=None, arrived_ns=time.time_ns()
-        )
+        sequence = parse_opening(opening, limits=limits, session_id=0, link_sequence_id=0, drafter=None, arrived_ns=0)
         none = np.empty((num_drafts, 0), np.int32)
         draft = DraftTokens([0] * num_drafts, DraftRows(np.zeros(num_drafts, np.int32), none, none))
-        logits = target.runner.execute([SequenceSlice([0], 0, [0], 1)])
         _sample(target, logits.repeat(num_drafts + 1, 1), [Scheduled(sequence, 1, num_drafts, True)], [draft])
 
 
