@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from pathlib import Path
+
+from tests.compiling import report_of
 
 
 def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
-    script = Path(__file__).with_name("compile_sampling.py")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
-    run = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    result = json.loads(run.stdout.splitlines()[-1])
+    result = report_of("tests.kernels.compile_sampling", cache=tmp_path)
     assert set(result["kernels"]) == {
         "_accept_kernel",
         "_block_statistics_kernel",

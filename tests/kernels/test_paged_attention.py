@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,6 +13,7 @@ import torch
 from kernels.dispatch import interpreted_kernels
 from kernels.paged_attention import paged_attention
 from kernels.store_kv import store_kv
+from tests.compiling import report_of
 from tests.kernels.paged_cases import dense_attention, make_case
 
 # Rows of a tile beyond its queries end as 0 / 0 and are not stored; a split in which a query sees no key has weight 0.
@@ -203,13 +201,6 @@ def test_store_kv(device: torch.device, dtype: torch.dtype, num_kv_heads: int, h
 
 def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
     """Each kernel becomes a cubin that fits an SM's shared memory: the interpreter also runs what does not compile."""
-    script = Path(__file__).with_name("compile_paged_attention.py")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
-    compiled = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False
-    )
-    assert compiled.returncode == 0, compiled.stderr
-    shared_bytes = json.loads(compiled.stdout)
+    shared_bytes = report_of("tests.kernels.compile_paged_attention", cache=tmp_path)
     assert len(shared_bytes) >= 35
     assert max(shared_bytes.values()) <= 227 * 1024

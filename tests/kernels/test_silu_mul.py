@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +10,7 @@ import torch
 from transformers.activations import ACT2FN
 
 from kernels.silu_mul import Activation, act_mul
+from tests.compiling import report_of
 from tests.kernels.conftest import TritonDevice, poisoned_memory
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -79,14 +76,7 @@ def test_refuses_an_odd_width(device: torch.device) -> None:
 
 def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
     """Every kernel of the fused modules becomes a cubin without spills: interpreted, more would run than compiles."""
-    script = Path(__file__).with_name("compile_fused_modules.py")
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(Path(__file__).parents[2])}
-    finished = subprocess.run(
-        [sys.executable, str(script)], env=environment, capture_output=True, text=True, check=False
-    )
-    assert finished.returncode == 0, finished.stderr
-    report = json.loads(finished.stdout)
+    report = report_of("tests.kernels.compile_fused_modules", cache=tmp_path)
     assert set(report["kernels"]) == {"_rms_norm_kernel", "_rotary_kernel", "_cos_sin_kernel", "_act_mul_kernel"}
     # The exact cosine of a large angle needs a table in local memory; nothing else does.
     assert {key.split()[0] for key in report["local"]} <= {"_cos_sin_kernel"}

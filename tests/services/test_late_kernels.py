@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,6 +15,7 @@ import torch
 from drafter_service.model_drafter import ModelDrafter
 from engine.model_runner import ModelRunner
 from kernels.dispatch import interpreted_kernels
+from tests.compiling import report_of
 from tests.services.conftest import Pair
 from tests.services.harness import (
     decode_client,
@@ -31,33 +29,22 @@ from verifier_service.decode_graph import DecodeGraphs
 from verifier_service.target import Target
 from verifier_service.verify import warm_up
 
-ROOT = Path(__file__).parents[2]
 
-
-def late_kernels(*arguments: str) -> dict[str, list[str]]:
-    """By service, the kernels that were not compiled when the service was ready."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = str(ROOT)
-    command = [sys.executable, "-m", "tests.services.late_kernels", *arguments]
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
-    assert run.returncode == 0, run.stderr
-    found: dict[str, list[str]] = json.loads(run.stdout.splitlines()[-1])
-    return found
-
-
-def test_no_request_waits_for_a_compiler() -> None:
+def test_no_request_waits_for_a_compiler(tmp_path: Path) -> None:
     """Catches a kernel's variant that warming up leaves out: all sequences wait for it, and may lose their drafter."""
-    assert late_kernels() == {"drafter": [], "verifier": []}
+    assert report_of("tests.services.late_kernels", cache=tmp_path) == {"drafter": [], "verifier": []}
 
 
-def test_kernels_that_are_compiled_late_are_found() -> None:
-    found = late_kernels("--cold")
+def test_kernels_that_are_compiled_late_are_found(tmp_path: Path) -> None:
+    found = report_of("tests.services.late_kernels", "--cold", cache=tmp_path)
     assert {"_penalties_kernel", "_split_attention_kernel", "_merge_splits_kernel"} <= set(found["drafter"])
     assert {"_penalties_kernel", "_emit_kernel"} <= set(found["verifier"])
 
 
 def test_warming_up_runs_in_the_interpreter(pair: Pair) -> None:
     """Catches a warm-up that a GPU would end at, and batches that break the runner's limits."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("Triton interprets only where there is no GPU")
     path, _ = pair
     limits = {"num_blocks": 12, "max_num_batched_tokens": 64, "max_length": 65}
     runner = ModelRunner(path, device=torch.device("cpu"), dtype=torch.float32, **limits)
