@@ -145,6 +145,27 @@ def test_each_shape_is_tuned_once(suggested: type[Suggested]) -> None:
     assert [shape.num_rows for shape in suggested.made] == [5, 3]
 
 
+def test_weights_of_several_layers_are_timed(suggested: type[Suggested]) -> None:
+    """One weight again and again would be read from a cache, which no layer finds it in."""
+    weights = [random(24, 32, seed=seed) for seed in range(3)]
+    timed: list[torch.Tensor] = []
+
+    class Recording(suggested):  # type: ignore[misc, valid-type]
+        def run(self, algorithm: int, x: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+            super().run(algorithm, x, weight, out)
+            timed.append(weight)
+
+    def microseconds(calls: Sequence[Callable[[], None]]) -> list[float]:
+        timed.clear()
+        calls[1]()
+        return [1.0] * len(calls)
+
+    tuner = ProductTuner(CPU, make_product=Recording, microseconds=microseconds)
+    tuned(tuner, lambda: torch.stack([F.linear(X, weight) for weight in weights]))
+    assert len(timed) == 8
+    assert {weight.data_ptr() for weight in timed} == {weight.data_ptr() for weight in weights}
+
+
 def test_without_the_library_torch_computes() -> None:
     if torch.version.cuda is not None:
         pytest.skip("there is a library")
