@@ -25,16 +25,9 @@ class DrafterLoop:
     """Rounds of drafting in which the target accepts two draft tokens and replaces the third."""
 
     def __init__(
-        self,
-        model: Path,
-        device: torch.device,
-        *,
-        vocab_size: int,
-        num_draft_tokens: int,
-        num_blocks: int,
-        tunes_products: bool,
+        self, model: Path, device: torch.device, *, vocab_size: int, num_draft_tokens: int, num_blocks: int
     ) -> None:
-        settings = DrafterSettings(model=model, device=str(device), num_blocks=num_blocks, tune_products=tunes_products)
+        settings = DrafterSettings(model=model, device=str(device), num_blocks=num_blocks)
         self._drafter: Drafter = make_drafter(settings)
         self._drafter.load()
         self._vocab_size = vocab_size

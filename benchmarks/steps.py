@@ -38,9 +38,7 @@ from benchmarks.records import (
 )
 from benchmarks.timing import copy_bandwidth, free_memory, graph_milliseconds, resolve_device, wall_milliseconds
 from engine.batch import SequenceSlice, build_batch
-from engine.cuda_graph import GraphPool
 from engine.model_runner import ModelRunner
-from engine.product_tuning import ProductTuner
 
 _BLOCK_SIZE = 16
 _GRAPH_TOLERANCE = 0.02
@@ -57,7 +55,6 @@ class StepBenchmark:
         *,
         context: int,
         num_draft_tokens: int,
-        tunes_products: bool,
         deadline: float,  # on time.monotonic's clock: nothing new is begun after it
     ) -> None:
         self._pair = pair
@@ -65,7 +62,6 @@ class StepBenchmark:
         self._recorder = recorder
         self._context = context
         self._num_draft_tokens = num_draft_tokens
-        self._tunes_products = tunes_products
         self._deadline = deadline
         self._bandwidth = copy_bandwidth(device)
         recorder.write("bandwidth", bytes_per_second=self._bandwidth)
@@ -100,8 +96,6 @@ class StepBenchmark:
         progress(f"{name}: logits off by {error.runner:.2e}, transformers' by {error.transformers:.2e}: good")
 
     def _time_target(self, runner: ModelRunner, batch_sizes: Sequence[int]) -> None:
-        tuner = ProductTuner(self._device) if self._tunes_products else None
-        pool = GraphPool(self._device, tuner) if self._device.type == "cuda" else None
         for batch_size in batch_sizes:
             sequences = _prefill(runner, batch_size, self._context)
             for num_positions in (1, self._num_draft_tokens + 1):
@@ -113,7 +107,7 @@ class StepBenchmark:
                     "target_step",
                     batch_size=batch_size,
                     num_positions=num_positions,
-                    **self._time_step(runner, slices, pool),
+                    **self._time_step(runner, slices),
                     floor_ms=self._pair.shape.target.step_bytes(batch_size, self._context) / self._bandwidth * 1e3,
                 )
                 progress(
@@ -121,9 +115,7 @@ class StepBenchmark:
                     f"{record['eager_ms']:.3f} ms eager, floor {record['floor_ms']:.3f}"
                 )
 
-    def _time_step(
-        self, runner: ModelRunner, slices: Sequence[SequenceSlice], pool: GraphPool | None
-    ) -> dict[str, float | str | None]:
+    def _time_step(self, runner: ModelRunner, slices: Sequence[SequenceSlice]) -> dict[str, float | str | None]:
         """The step's times. Raises RefusalError where the graph computes something else than eager execution."""
         batch = build_batch(slices, block_size=runner.block_size, num_blocks=runner.num_blocks, device=self._device)
         outputs: list[torch.Tensor] = []
@@ -133,7 +125,7 @@ class StepBenchmark:
 
         times: dict[str, float | str | None] = {"graph_ms": None}
         try:
-            times["graph_ms"] = graph_milliseconds(forward, self._device, num_replays=10, num_runs=5, pool=pool)
+            times["graph_ms"] = graph_milliseconds(forward, self._device, num_replays=10, num_runs=5)
         except RuntimeError as error:
             # Something in the forward pass waits for the device.
             times["graph_error"] = str(error).splitlines()[0][:200]
@@ -156,7 +148,6 @@ class StepBenchmark:
             vocab_size=shape.vocab_size,
             num_draft_tokens=self._num_draft_tokens,
             num_blocks=self._num_blocks(max(batch_sizes)),
-            tunes_products=self._tunes_products,
         )
         for batch_size in batch_sizes:
             if self._is_late(f"drafter's loop, batch {batch_size}"):
@@ -277,9 +268,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--context", type=int, default=256, help="tokens in the cache (default %(default)s)")
     parser.add_argument("--num-draft-tokens", type=int, default=4, help="K (default %(default)s)")
     parser.add_argument("--budget-seconds", type=float, default=140.0, help="begin nothing new after this")
-    parser.add_argument(
-        "--no-tune-products", dest="tunes_products", action="store_false", help="as the services' setting"
-    )
     parser.add_argument("--tiny", action="store_true", help="a tiny pair, for a CPU")
     if parser.parse_args(arguments).tiny:
         parser.set_defaults(shape="tiny", batch_sizes=[1, 2], context=64)
@@ -296,7 +284,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             recorder,
             context=options.context,
             num_draft_tokens=options.num_draft_tokens,
-            tunes_products=options.tunes_products,
             deadline=deadline,
         )
         benchmark.run(options.batch_sizes)

@@ -9,8 +9,6 @@ from collections.abc import Callable
 
 import torch
 
-from engine.cuda_graph import GraphPool
-
 _GIB = 1 << 30
 
 
@@ -88,22 +86,15 @@ def queued_milliseconds(
 
 
 def graph_milliseconds(
-    call: Callable[[], object],
-    device: torch.device,
-    *,
-    num_calls: int = 1,
-    num_replays: int = 20,
-    num_runs: int = 7,
-    pool: GraphPool | None = None,
+    call: Callable[[], object], device: torch.device, *, num_calls: int = 1, num_replays: int = 20, num_runs: int = 7
 ) -> float:
     """Time of one of the `num_calls` pieces of work that `call` does, captured in a CUDA graph and replayed.
 
-    Median over `num_runs` runs of `num_replays` replays back to back. With a pool, captured as the services do. On a
-    CPU there is no graph: plain wall time.
+    Median over `num_runs` runs of `num_replays` replays back to back. On a CPU there is no graph: plain wall time.
     """
     if device.type != "cuda":
         return wall_milliseconds(call, device, num_runs=num_runs) / num_calls
-    graph = capture(call, device) if pool is None else pool.capture(call)
+    graph = capture(call, device)
     return queued_milliseconds(graph.replay, device, num_calls=num_replays, num_runs=num_runs) / num_calls
 
 

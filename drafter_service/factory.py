@@ -27,7 +27,6 @@ def make_drafter(settings: DrafterSettings) -> Drafter:
     # Torch is loaded only where there is a model: the other drafters start in a moment.
     from drafter_service.draft_graph import DraftGraphs
     from drafter_service.model_drafter import ModelDrafter
-    from engine.cuda_graph import capture_all
     from engine.device import make_runner
     from engine.model_runner import ModelRunner
 
@@ -35,14 +34,12 @@ def make_drafter(settings: DrafterSettings) -> Drafter:
     assert path is not None
 
     def make_graphs(runner: ModelRunner) -> DraftGraphs:
-        graphs = DraftGraphs(
+        return DraftGraphs(
             runner,
             max_sequences=min(settings.max_sequences, settings.graph_max_sequences),
             max_draft_tokens=settings.graph_draft_tokens,
             num_candidates=settings.num_candidates,
         )
-        capture_all(graphs, runner.device, tunes_products=settings.tune_products)
-        return graphs
 
     return ModelDrafter(
         lambda: make_runner(settings, path),

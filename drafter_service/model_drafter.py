@@ -18,6 +18,7 @@ from drafter_service.drafter import Draft, NoDraft
 from drafter_service.sequence import DraftSequence
 from engine.batch import SequenceSlice
 from engine.block_manager import BlockManager
+from engine.cuda_graph import GraphPool
 from engine.late_compilation import warn_of_late_compilation
 from engine.logs import about
 from engine.model_runner import ModelRunner
@@ -82,6 +83,7 @@ class ModelDrafter:
         self._runner.warm_up()
         if self._make_graphs is not None and self._runner.device.type == "cuda":
             self._graphs = self._make_graphs(self._runner)
+            self._graphs.capture(GraphPool(self._runner.device))
         self._warm_up_sampling()
         if self._graphs is not None:
             warn_of_late_compilation()

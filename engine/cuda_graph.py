@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import gc
-import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-
-from engine.product_tuning import ProductTuner
-
-logger = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -31,9 +26,8 @@ def _no_collection() -> Iterator[None]:
 class GraphPool:
     """Captures graphs that share one pool of memory: only one of them runs at a time."""
 
-    def __init__(self, device: torch.device, tuner: ProductTuner | None = None) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._tuner = tuner  # of the matrix products in the graphs
         # Work that has run before has its kernels compiled and its library handles made, which a capture cannot do;
         # on a stream of its own, as captures want it.
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -41,45 +35,21 @@ class GraphPool:
         # The pool lives as long as a graph that uses it.
         self._graphs: list[torch.cuda.CUDAGraph] = []
 
-    def capture(self, work: Callable[[], object]) -> torch.cuda.CUDAGraph:
+    def capture(self, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         """Run `work` once, then record it; what it reads and writes must keep its address."""
-        tuner = self._tuner
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):
-            with nullcontext() if tuner is None else tuner.noting():
-                work()
-            if tuner is not None:
-                tuner.tune()
+            work()
         current.wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         # What other threads of the process do meanwhile, another engine's or a test's, is theirs and may go on.
         mode = "thread_local"
-        with (
-            _no_collection(),
-            torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode),
-            nullcontext() if tuner is None else tuner.tuned(),
-        ):
+        with _no_collection(), torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode=mode):
             work()
         self._pool = graph.pool()
         self._graphs.append(graph)
         return graph
-
-
-class Capturable(Protocol):
-    """The graphs of a service."""
-
-    def capture(self, pool: GraphPool) -> None:
-        """Record them all."""
-
-
-def capture_all(graphs: Capturable, device: torch.device, *, tunes_products: bool) -> None:
-    """Record a service's graphs in a pool of their own, with the fastest algorithms for their matrix products if
-    wanted."""
-    tuner = ProductTuner(device) if tunes_products else None
-    graphs.capture(GraphPool(device, tuner))
-    if tuner is not None:
-        logger.info("%s", tuner.summary)
 
 
 def batch_buckets(most: int) -> list[int]:

@@ -218,11 +218,6 @@ class ModelSettings(ServiceSettings):
     cuda_graphs: bool = Field(
         default=True, description="replay decoding as CUDA graphs, on a GPU; takes a few seconds longer to start"
     )
-    tune_products: bool = Field(
-        default=True,
-        description="time cuBLAS's algorithms for the matrix products of CUDA graphs at start and keep the fastest; "
-        "without, each start computes the same bits",
-    )
     step_spans: int = Field(
         default=32,
         ge=1,

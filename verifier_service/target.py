@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from engine.block_manager import BlockManager
-from engine.cuda_graph import capture_all
+from engine.cuda_graph import GraphPool
 from engine.device import make_runner
 from engine.model_runner import ModelRunner
 from verifier_service.decode_graph import DecodeGraphs
@@ -37,19 +37,18 @@ class Target:
         self.runner.warm_up()
         if self._make_graphs is not None and self.device.type == "cuda":
             self.graphs = self._make_graphs(self.runner)
+            self.graphs.capture(GraphPool(self.device))
 
 
 def make_target(settings: VerifierSettings) -> Target:
     """The target that the settings describe, not yet loaded."""
 
     def make_graphs(runner: ModelRunner) -> DecodeGraphs:
-        graphs = DecodeGraphs(
+        return DecodeGraphs(
             runner,
             max_sequences=settings.max_running,
             max_draft_tokens=settings.max_draft_tokens,
             num_candidates=settings.num_candidates,
         )
-        capture_all(graphs, runner.device, tunes_products=settings.tune_products)
-        return graphs
 
     return Target(lambda: make_runner(settings, settings.model), make_graphs if settings.cuda_graphs else None)
