@@ -26,6 +26,7 @@ import torch
 
 import verifier_service.engine
 from benchmarks import goals
+from benchmarks.cluster import NUM_CANDIDATES
 from benchmarks.records import Record, Recorder, of_kind, remarks, table
 from benchmarks.sequences import speculating_sequence
 from drafter_service.draft_graph import DraftGraph, DraftGraphs
@@ -305,7 +306,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("host.jsonl"), help="JSON lines (default %(default)s)")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32, 64])
-    parser.add_argument("--candidates", type=int, default=128, help="of a draft token (default %(default)s)")
+    parser.add_argument("--candidates", type=int, default=NUM_CANDIDATES, help="of a draft token (default %(default)s)")
     parser.add_argument("--turns", type=int, default=400, help="steps measured (default %(default)s)")
     parser.add_argument("--budget-seconds", type=float, default=60.0, help="begin no new batch size after this")
     parser.add_argument("--tiny", action="store_true", help="few steps, to see that it works")

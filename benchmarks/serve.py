@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import goals
-from benchmarks.cluster import CpuClock, Placement, make_cluster, print_logs, wait_for_drafter
+from benchmarks.cluster import NUM_CANDIDATES, CpuClock, Placement, make_cluster, print_logs, wait_for_drafter
 from benchmarks.load import Wave, Workload, random_prompts, run_wave, statistics_of
 from benchmarks.pair import PairDirectory, add_pair_arguments, pair_of
 from benchmarks.parity import NUM_LOGPROBS, check_parity
@@ -216,6 +216,7 @@ async def _measure(options: argparse.Namespace, pair: PairDirectory, recorder: R
         128 + options.output_tokens + options.num_draft_tokens,
         options.num_draft_tokens,
         max(deadline - time.monotonic(), 10.0),
+        options.candidates,
         tuple(options.verifier_flag),
         tuple(options.drafter_flag),
     )
@@ -224,7 +225,12 @@ async def _measure(options: argparse.Namespace, pair: PairDirectory, recorder: R
         make_cluster(pair, placement, log_directory=options.logs) as cluster,
         AsyncClient(cluster.address) as client,
     ):
-        recorder.write("placement", verifier=cluster.devices.verifier, drafter=cluster.devices.drafter)
+        recorder.write(
+            "placement",
+            verifier=cluster.devices.verifier,
+            drafter=cluster.devices.drafter,
+            num_candidates=options.candidates,
+        )
         benchmark = ServeBenchmark(
             cluster,
             client,
@@ -260,6 +266,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 0.0])
     parser.add_argument("--num-draft-tokens", type=int, default=4, help="K (default %(default)s)")
+    parser.add_argument("--candidates", type=int, default=NUM_CANDIDATES, help="of a draft token (default %(default)s)")
     parser.add_argument("--output-tokens", type=int, default=256, help="a request (default %(default)s)")
     parser.add_argument("--waves", type=int, default=3, help="measured a workload (default %(default)s)")
     parser.add_argument("--budget-seconds", type=float, default=200.0, help="begin no new workload after this")
