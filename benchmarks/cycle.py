@@ -168,7 +168,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("cycle.jsonl"), help="JSON lines (default %(default)s)")
     parser.add_argument("--logs", type=Path, help="directory for the services' logs (default: a temporary one)")
     parser.add_argument("--device", default="auto", help="auto: a GPU a service if there are two; cuda:0: share it")
-    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--num-draft-tokens", type=int, default=4, help="K (default %(default)s)")
     parser.add_argument("--output-tokens", type=int, default=64, help="a request (default %(default)s)")
     parser.add_argument("--budget-seconds", type=float, default=80.0, help="begin no new workload after this")

@@ -62,6 +62,37 @@ def test_the_parts_fit_into_ten_minutes() -> None:
     assert sum(part.seconds for part in PARTS) <= 600
 
 
+@pytest.mark.parametrize(
+    ("kinds", "missing"),
+    [([], ""), (["left_out"], "1 left out"), (["failed", "left_out", "failed"], "2 FAILED, 1 left out")],
+)
+def test_a_part_that_ended_well_with_runs_missing_is_no_success(
+    kinds: list[str], missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "results" / "sampling.jsonl"
+
+    def run(*_arguments: object) -> str:
+        recorder = Recorder(path, "sampling", torch.device("cpu"))
+        for kind in kinds:
+            recorder.write(kind, what="batch 1", reason="planted")
+        return "done in 1 s"
+
+    monkeypatch.setattr(run_all, "run_part", run)
+    flags = ["--tiny", "--device", "cpu", "--out", str(path.parent), "--only", "sampling"]
+    assert run_all.main(flags) == bool(kinds)
+    outcome = f"{missing}; done in 1 s" if missing else "done in 1 s"
+    assert f"sampling: {outcome}\n" in (path.parent / "summary.txt").read_text()
+
+
+def test_figures_of_an_earlier_run_do_not_stand_for_a_part_that_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Recorder(tmp_path / "sampling.jsonl", "sampling", torch.device("cpu"))
+    monkeypatch.setattr(run_all, "run_part", lambda *_arguments: "FAILED with exit status 1 in 1 s")
+    assert run_all.main(["--tiny", "--device", "cpu", "--out", str(tmp_path), "--only", "sampling"]) == 1
+    assert "== sampling ==\nwas not run" in (tmp_path / "summary.txt").read_text()
+
+
 def test_records_are_on_disk_at_once_and_survive_being_cut_off(tmp_path: Path) -> None:
     recorder = Recorder(tmp_path / "steps.jsonl", "steps", torch.device("cpu"))
     recorder.write("target_step", batch_size=1, num_positions=5, graph_ms=1.5, eager_ms=2.0, floor_ms=1.0)
