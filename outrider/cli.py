@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import aclosing
 from dataclasses import fields
 from importlib import metadata
 from pathlib import Path
@@ -17,8 +19,8 @@ from rich.console import Console
 from outrider import origins
 from outrider.bundled import bundled_model
 from outrider.client import (
+    AsyncClient,
     Chunk,
-    Client,
     ClientError,
     Completion,
     GenerateOptions,
@@ -310,19 +312,9 @@ def _generate(parsed: argparse.Namespace) -> int:
         "token_texts": parsed.show_speculation,
         "request_id": parsed.request_id,
     }
-    builder = CompletionBuilder()
-    console = Console(file=sys.stdout)
-    with _client(parsed) as client:
-        for event in client.stream(prompt, timeout=parsed.timeout, **options):
-            builder.add(event)
-            if parsed.json or not isinstance(event, Chunk):
-                continue
-            if parsed.show_speculation:
-                origins.write(console, event)
-            else:
-                sys.stdout.write(event.text)
-                sys.stdout.flush()
-    completion = builder.build()
+    # An event loop takes Ctrl-C between two steps of its own. Raised inside gRPC's blocking calls, KeyboardInterrupt
+    # could leave their locks in a state in which the process crashed or did not end.
+    completion = asyncio.run(_stream(parsed, prompt, options))
     if parsed.json:
         print(json.dumps(completion_as_json(completion), ensure_ascii=False))
         return 0
@@ -334,13 +326,33 @@ def _generate(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _client(parsed: argparse.Namespace) -> Client:
+async def _stream(parsed: argparse.Namespace, prompt: str, options: GenerateOptions) -> Completion:
+    builder = CompletionBuilder()
+    console = Console(file=sys.stdout)
+    async with (
+        _client(parsed) as client,
+        # Closed, not only left, when stdout's reader is gone: that cancels the request.
+        aclosing(client.stream(prompt, timeout=parsed.timeout, **options)) as events,
+    ):
+        async for event in events:
+            builder.add(event)
+            if parsed.json or not isinstance(event, Chunk):
+                continue
+            if parsed.show_speculation:
+                origins.write(console, event)
+            else:
+                sys.stdout.write(event.text)
+                sys.stdout.flush()
+    return builder.build()
+
+
+def _client(parsed: argparse.Namespace) -> AsyncClient:
     files = {"ca": parsed.ca, "certificate": parsed.certificate, "key": parsed.certificate_key}
     has_tls = parsed.tls or parsed.server_name or any(files.values())
     tls = Tls(**files, server_name=parsed.server_name) if has_tls else None
     try:
         api_key = None if parsed.api_key_file is None else parsed.api_key_file.read_text(encoding="utf-8").strip()
-        return Client(parsed.address, api_key=api_key, tls=tls)
+        return AsyncClient(parsed.address, api_key=api_key, tls=tls)
     except (OSError, ValueError) as error:
         raise UsageError(str(error)) from error
 

@@ -187,7 +187,11 @@ class AsyncClient:
 
 
 class Client:
-    """A client for code without an event loop, usable from several threads; use it as `with`."""
+    """A client for code without an event loop, usable from several threads; use it as `with`.
+
+    Ctrl-C may reach gRPC's blocking calls while they hold a lock, and end in a RuntimeError or a crash in place of a
+    KeyboardInterrupt; a program that must end cleanly then takes `AsyncClient`, as the command line does.
+    """
 
     def __init__(
         self,

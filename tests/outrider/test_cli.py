@@ -180,6 +180,14 @@ class TestGenerate:
         assert (process.returncode, err) == (130, b"")
         await asyncio.wait_for(gateway.was_cancelled.wait(), 5)
 
+    async def test_ctrl_c_may_come_anywhere(self, gateway):
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "tests.outrider.interrupt_anywhere", gateway.address, "1", "600", "10",
+            cwd=ROOT, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        out, _ = await asyncio.wait_for(process.communicate(), 120)
+        assert json.loads(out) == {"tried": 60, "wrong": []}
+
     async def test_a_reader_that_leaves_is_no_error(self, gateway):
         reader, writer = os.pipe()
         process = await start("generate", "--address", gateway.address, "endless", stdout=writer)
