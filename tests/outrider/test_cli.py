@@ -38,6 +38,14 @@ async def gateway():
         yield gateway
 
 
+@pytest.fixture
+def interruptible():
+    """Processes started by the test take SIGINT, also where a shell started the tests in its background without it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 async def run(*arguments: str, stdin: bytes = b"", **environment: str) -> tuple[int, str, str]:
     """Exit status, stdout and stderr of the command."""
     process = await start(*arguments, **environment)
@@ -171,6 +179,7 @@ class TestGenerate:
         status, _, err = await run("generate", "--address", gateway.address, "--timeout", "0.5", "hang")
         assert (status, err) == (1, "outrider: DEADLINE_EXCEEDED: Deadline Exceeded\n")
 
+    @pytest.mark.usefixtures("interruptible")
     async def test_ctrl_c_cancels_the_request(self, gateway):
         process = await start("generate", "--address", gateway.address, "endless")
         assert process.stdout is not None
