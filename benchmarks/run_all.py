@@ -128,9 +128,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for part in PARTS:
         if part.name not in options.only:
             continue
-        # An earlier run's figures must not stand for what this one fails to measure.
         records = options.out / f"{part.name}.jsonl"
-        records.unlink(missing_ok=True)
+        # An earlier run's figures must not stand for what this one fails to measure.
+        for earlier in (records, records.with_suffix(".png")):
+            earlier.unlink(missing_ok=True)
         remaining = deadline - time.monotonic()
         seconds = min(limits.get(part.name, part.seconds), remaining - _GRACE_SECONDS)
         if seconds < 10:

@@ -312,8 +312,8 @@ def _generate(parsed: argparse.Namespace) -> int:
         "token_texts": parsed.show_speculation,
         "request_id": parsed.request_id,
     }
-    # An event loop takes Ctrl-C between two steps of its own. Raised inside gRPC's blocking calls, KeyboardInterrupt
-    # could leave their locks in a state in which the process crashed or did not end.
+    # An event loop takes Ctrl-C between two steps of its own. Raised inside the locks of gRPC's blocking calls,
+    # KeyboardInterrupt became a RuntimeError or a crash.
     completion = asyncio.run(_stream(parsed, prompt, options))
     if parsed.json:
         print(json.dumps(completion_as_json(completion), ensure_ascii=False))

@@ -88,9 +88,11 @@ def test_figures_of_an_earlier_run_do_not_stand_for_a_part_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     Recorder(tmp_path / "sampling.jsonl", "sampling", torch.device("cpu"))
+    (tmp_path / "sampling.png").touch()
     monkeypatch.setattr(run_all, "run_part", lambda *_arguments: "FAILED with exit status 1 in 1 s")
     assert run_all.main(["--tiny", "--device", "cpu", "--out", str(tmp_path), "--only", "sampling"]) == 1
     assert "== sampling ==\nwas not run" in (tmp_path / "summary.txt").read_text()
+    assert not (tmp_path / "sampling.png").exists()
 
 
 def test_records_are_on_disk_at_once_and_survive_being_cut_off(tmp_path: Path) -> None:
