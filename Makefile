@@ -47,7 +47,9 @@ $(STAMP): pyproject.toml constraints.txt build_stubs.py $(wildcard protos/outrid
 demo: setup
 	$(BIN)/outrider demo
 
-test: lint types protos policy
+# The checks beside each other: mypy and checkov each take one core for most of a minute.
+test: setup
+	@$(MAKE) --no-print-directory --jobs 2 lint types protos policy
 	$(BIN)/pytest -m 'not gpu' $(PARALLEL)
 
 gpu-test: setup

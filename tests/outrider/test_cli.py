@@ -191,11 +191,11 @@ class TestGenerate:
 
     async def test_ctrl_c_may_come_anywhere(self, gateway):
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "tests.outrider.interrupt_anywhere", gateway.address, "1", "600", "10",
+            sys.executable, "-m", "tests.outrider.interrupt_anywhere", gateway.address, "1", "600", "20",
             cwd=ROOT, stdout=subprocess.PIPE,
         )  # fmt: skip
         out, _ = await asyncio.wait_for(process.communicate(), 120)
-        assert json.loads(out) == {"tried": 60, "wrong": []}
+        assert json.loads(out) == {"tried": 30, "wrong": []}
 
     async def test_a_reader_that_leaves_is_no_error(self, gateway):
         reader, writer = os.pipe()
