@@ -173,14 +173,17 @@ class VerifierEngine:
         self._flush(emit)
         if not batch:
             return False
-        self._gathering.began(part.sequence for part in batch if part.is_sampled)
         start_ns = time.time_ns()
         try:
             if self._pipeline.launch(batch, schedule_seconds=(start_ns - began_ns) * 1e-9):
+                self._gathering.began(part.sequence for part in batch if part.is_sampled)
                 return True
-            while self._pipeline:
-                self._finish(self._pipeline.collect(), emit)
-            start_ns = time.time_ns()
+            if self._pipeline:
+                # What comes back changes what the batch was made from: it is chosen anew.
+                while self._pipeline:
+                    self._finish(self._pipeline.collect(), emit)
+                return True
+            self._gathering.began(part.sequence for part in batch if part.is_sampled)
             results, found_error = verify(self._target, batch), None
         except Exception as error:
             results, found_error = [], error

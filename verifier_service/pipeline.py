@@ -62,8 +62,10 @@ class Pipeline:
         launched = launch(self._target, batch)
         if launched is None:
             return False
+        is_plain = not any(part.num_drafts for part in batch)
         for part in batch:
             part.sequence.num_in_flight += 1
+            part.sequence.was_launched_plainly = is_plain
         self._launched.append((batch, launched, start_ns, schedule_seconds))
         return True
 

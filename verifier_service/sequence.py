@@ -78,6 +78,9 @@ class TargetSequence:
     has_had_proposal: bool = False
     # Steps that were launched with it and have not come back: two where the second takes its token from the first.
     num_in_flight: int = 0
+    # Whether nobody had drafts in the last step that was launched with it: only such a step leaves its token on the
+    # device. Noted then, as the sequence may lose its drafter while the step is in flight.
+    was_launched_plainly: bool = False
     # Monotonic time at which the last step began, until a proposal answers its verdict.
     step_began: float | None = None
     # Ended or closed: what a step in flight finds for it is nobody's.
@@ -126,6 +129,7 @@ class TargetSequence:
         """
         return (
             self.num_in_flight == 1
+            and self.was_launched_plainly
             and self.drafter is None
             and self.history is None
             and self.num_logprobs is None
