@@ -15,7 +15,7 @@ from drafter_service.factory import make_drafter
 from drafter_service.model_drafter import ModelDrafter
 from drafter_service.sequence import DraftSequence
 from drafter_service.settings import DrafterSettings
-from engine.sampling_parameters import SamplingParameters
+from outrider.protocol.sampling_parameters import SamplingParameters
 from outrider.v1 import common_pb2
 
 _NUM_ACCEPTED = 2

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from engine.sampling_parameters import SamplingParameters
+from outrider.protocol.sampling_parameters import SamplingParameters
 from outrider.v1 import common_pb2
 from verifier_service.sequence import LinkKey, TargetSequence
 

@@ -29,7 +29,7 @@ from drafter_service.drafter import Draft, Drafter
 from drafter_service.engine import DrafterEngine, DraftRecords, EngineOutput, FrameArrived
 from drafter_service.sequence import DraftSequence
 from engine.block_manager import BlockManager
-from engine.telemetry import Telemetry, context_of
+from outrider.service.telemetry import Telemetry, context_of
 from outrider.v1 import verifier_pb2
 from verifier_service.engine import VerifierEngine
 from verifier_service.events import LinkUp, ProposalsArrived, SequenceOpened, StepOutput

@@ -1,3 +1,3 @@
 """The drafter: rides ahead of the target and streams proposals."""
 
-from engine import grpc_environment as _grpc_environment  # noqa: F401  # before gRPC is imported
+from outrider.service import grpc_environment as _grpc_environment  # noqa: F401  # before gRPC is imported

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import sys
 
-from drafter_service.factory import make_drafter, resolve_busy_poll
+from drafter_service.factory import has_gpu, make_drafter
 from drafter_service.metrics import DrafterMetrics
 from drafter_service.service import DrafterService
 from drafter_service.settings import DrafterSettings
-from engine.logs import set_up_logging
-from engine.serving import Registration, Server, run
-from engine.settings import BadSettingsError
-from engine.telemetry import Telemetry
+from outrider.service.busy_poll import resolve_busy_poll
+from outrider.service.logs import set_up_logging
+from outrider.service.serving import Registration, Server, run
+from outrider.service.settings import BadSettingsError
+from outrider.service.telemetry import Telemetry
 from outrider.v1 import drafter_pb2, drafter_pb2_grpc
 
 
@@ -46,7 +47,7 @@ def main(arguments: list[str]) -> int:
         set_up_logging(settings.log_level, "drafter", settings.log_format)
         metrics = DrafterMetrics.from_environment(is_scraped=settings.metrics_listen is not None)
         telemetry = Telemetry.from_environment("drafter")
-        busy_poll_seconds = resolve_busy_poll(settings)
+        busy_poll_seconds = resolve_busy_poll(settings.busy_poll_seconds, has_gpu=has_gpu(settings))
         return run(
             lambda: make_server(settings, telemetry, metrics, busy_poll_seconds=busy_poll_seconds),
             busy_poll_seconds=busy_poll_seconds,

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from drafter_service.sequence import DraftSequence
 from outrider.v1 import drafter_pb2
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(slots=True, eq=False)  # not frozen: one for each sequence of a round

@@ -11,12 +11,12 @@ from dataclasses import dataclass, field
 from drafter_service.drafter import Draft, Drafter, NoDraft
 from drafter_service.metrics import DrafterMetrics
 from drafter_service.sequence import DraftSequence
-from engine.errors import InvalidArgumentError
-from engine.sampling_parameters import SamplingParameters
-from engine.step_spans import SpanRecord, StepSpans
-from engine.telemetry import is_sampled
-from engine.wire import pack_candidates, pack_tokens, unpack_tokens
 from kernels.limits import MAX_DRAFT_TOKENS
+from outrider.protocol.errors import InvalidArgumentError
+from outrider.protocol.sampling_parameters import SamplingParameters
+from outrider.protocol.wire import pack_candidates, pack_tokens, unpack_tokens
+from outrider.service.step_spans import SpanRecord, StepSpans
+from outrider.service.telemetry import is_sampled
 from outrider.v1 import common_pb2, drafter_pb2
 
 logger = logging.getLogger(__name__)

@@ -6,16 +6,16 @@ from drafter_service.drafter import Drafter
 from drafter_service.ngram_drafter import NgramDrafter
 from drafter_service.scripted_drafter import ScriptedDrafter, load_script
 from drafter_service.settings import DrafterSettings
-from engine.fingerprint import model_revision, tokenizer_fingerprint
+from outrider.protocol.fingerprint import model_revision, tokenizer_fingerprint
 
 
-def resolve_busy_poll(settings: DrafterSettings) -> float:
-    """How long the service's threads poll, seconds. Raises ValueError for a device that is not there."""
+def has_gpu(settings: DrafterSettings) -> bool:
+    """Whether the drafter will run on one. Raises ValueError for a device that is not there."""
     if settings.kind != "model":
-        return settings.busy_poll_seconds or 0.0
-    from engine import device
+        return False
+    from engine.device import resolve_device
 
-    return device.resolve_busy_poll(settings.busy_poll_seconds, settings.device)
+    return resolve_device(settings.device).type == "cuda"
 
 
 def make_drafter(settings: DrafterSettings) -> Drafter:

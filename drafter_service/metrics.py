@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from engine.instruments import POWERS_OF_TWO, SECONDS
-from engine.metrics import ServiceMetrics
+from outrider.service.instruments import POWERS_OF_TWO, SECONDS
+from outrider.service.metrics import ServiceMetrics
 from outrider.v1 import drafter_pb2
 
 REFUSALS = tuple(

@@ -20,14 +20,14 @@ from engine.batch import SequenceSlice
 from engine.block_manager import BlockManager
 from engine.cuda_graph import GraphPool
 from engine.late_compilation import warn_of_late_compilation
-from engine.logs import about
 from engine.model_runner import ModelRunner
-from engine.sampling_parameters import SamplingParameters
 from engine.sampling_tensors import SamplingTensors, new_history, penalized
 from kernels.draft_sample import DraftSample, draft_sample
 from kernels.limits import MAX_DRAFT_TOKENS
 from kernels.penalties import Penalties, TokenHistory
 from kernels.shape_logits import apply_penalties
+from outrider.protocol.sampling_parameters import SamplingParameters
+from outrider.service.logs import about
 from outrider.v1 import drafter_pb2
 
 logger = logging.getLogger(__name__)

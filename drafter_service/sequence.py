@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from itertools import count
 
 from engine.block_manager import BlockTable
-from engine.errors import InvalidArgumentError
-from engine.logs import Subject
-from engine.sampling_parameters import SamplingParameters
-from engine.step_spans import StepSpans
+from outrider.protocol.errors import InvalidArgumentError
+from outrider.protocol.sampling_parameters import SamplingParameters
+from outrider.service.logs import Subject
+from outrider.service.step_spans import StepSpans
 from outrider.v1 import drafter_pb2
 
 _serials = count()

@@ -15,14 +15,14 @@ import grpc
 from drafter_service.drafter import Drafter
 from drafter_service.engine import DrafterEngine, DraftRecords, EngineOutput, FrameArrived, SessionClosed
 from drafter_service.metrics import DrafterMetrics
-from engine.engine_thread import EngineThread
-from engine.errors import InvalidArgumentError, UnavailableError
 from engine.gpu_memory import gpu_memory
-from engine.handshake import check_compatible
-from engine.instruments import Labels
-from engine.telemetry import Telemetry, context_of
-from engine.wire import PROTOCOL_VERSION
 from kernels.random import RANDOM_SCHEME
+from outrider.protocol.errors import InvalidArgumentError, UnavailableError
+from outrider.protocol.handshake import check_compatible
+from outrider.protocol.wire import PROTOCOL_VERSION
+from outrider.service.engine_thread import EngineThread
+from outrider.service.instruments import Labels
+from outrider.service.telemetry import Telemetry, context_of
 from outrider.v1 import common_pb2, drafter_pb2, drafter_pb2_grpc
 
 logger = logging.getLogger(__name__)

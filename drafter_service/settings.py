@@ -8,9 +8,9 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from engine.settings import ModelSettings
-from engine.wire import MAX_CANDIDATES
 from kernels.limits import MAX_DRAFT_TOKENS
+from outrider.protocol.wire import MAX_CANDIDATES
+from outrider.service.settings import ModelSettings
 
 
 class DrafterSettings(ModelSettings):

@@ -1,1 +1,1 @@
-"""What drafter and verifier share: model, paged KV cache, scheduling, serving."""
+"""A language model on one device: loading, fused modules, attention, the paged KV cache, CUDA graphs, steps."""

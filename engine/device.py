@@ -7,7 +7,6 @@ from typing import Protocol
 
 import torch
 
-from engine.busy_poll import automatic_busy_poll
 from engine.model_runner import ModelRunner
 
 
@@ -50,13 +49,6 @@ def make_runner(settings: RunnerSettings, model_path: Path) -> ModelRunner:
         cpu_cache_bytes=settings.cpu_cache_bytes,
         max_num_batched_tokens=settings.max_num_batched_tokens,
     )
-
-
-def resolve_busy_poll(seconds: float | None, device: str) -> float:
-    """How long threads poll, seconds: as the operator said, or as it suits the device. Raises ValueError."""
-    if seconds is not None:
-        return seconds
-    return automatic_busy_poll() if resolve_device(device).type == "cuda" else 0.0
 
 
 def resolve_device(name: str) -> torch.device:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from engine.instruments import Labels
 
-
-def gpu_memory(device: torch.device) -> dict[Labels, float]:
+def gpu_memory(device: torch.device) -> dict[tuple[str, ...], float]:
     """Bytes by state, used and free, whoever holds them; nothing on a CPU. Safe to call from any thread."""
     if device.type != "cuda":
         return {}

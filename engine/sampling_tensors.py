@@ -9,8 +9,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.sampling_parameters import SamplingParameters
 from kernels.penalties import PenalizedSequence, TokenHistory
+from outrider.protocol.sampling_parameters import SamplingParameters
 
 
 @dataclass(frozen=True)

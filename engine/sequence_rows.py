@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.block_manager import BlockTable
-from engine.sampling_parameters import SamplingParameters
+from outrider.protocol.sampling_parameters import SamplingParameters
 
 
 class SequenceRows:

@@ -5,15 +5,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from engine.logs import set_up_logging
-from engine.serving import run
-from engine.settings import BadSettingsError
-from engine.telemetry import Telemetry
 from gateway.gateway import make_server
 from gateway.metrics import GatewayMetrics
 from gateway.settings import GatewaySettings
 from gateway.tokenizer import Tokenizer
 from gateway.trace_sampler import limited
+from outrider.service.logs import set_up_logging
+from outrider.service.serving import run
+from outrider.service.settings import BadSettingsError
+from outrider.service.telemetry import Telemetry
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

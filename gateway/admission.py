@@ -15,9 +15,9 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Self
 
-from engine.errors import OutriderError, ResourceExhaustedError, UnavailableError
 from gateway.auth import Caller
 from gateway.rate_limits import RateLimits
+from outrider.protocol.errors import OutriderError, ResourceExhaustedError, UnavailableError
 
 # What a client is told as long as nothing has finished that could be estimated from.
 DEFAULT_DELAY_SECONDS = 1.0

@@ -22,9 +22,9 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
 
-from engine.errors import UnauthenticatedError
-from engine.file_watch import FileWatch
-from engine.settings import BadSettingsError
+from outrider.protocol.errors import UnauthenticatedError
+from outrider.service.file_watch import FileWatch
+from outrider.service.settings import BadSettingsError
 
 logger = logging.getLogger(__name__)
 

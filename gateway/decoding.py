@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from engine.errors import OutriderError
+from outrider.protocol.errors import OutriderError
 from outrider.v1 import verifier_pb2
 
 

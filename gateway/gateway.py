@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from engine.security import ServerSecurity, make_dial
-from engine.serving import CLIENT_KEEPALIVE, Registration, Server
-from engine.telemetry import Telemetry
 from gateway.admission import Admission
 from gateway.auth import Authenticate, Authenticator, admit_anyone
 from gateway.discovery import Resolver
@@ -18,6 +15,9 @@ from gateway.served_model import ServedModel
 from gateway.settings import GatewaySettings
 from gateway.tokenizer import Tokenizer
 from gateway.verifier_pool import VerifierPool
+from outrider.service.security import ServerSecurity, make_dial
+from outrider.service.serving import CLIENT_KEEPALIVE, Registration, Server
+from outrider.service.telemetry import Telemetry
 from outrider.v1 import generation_pb2, generation_pb2_grpc
 
 if TYPE_CHECKING:

@@ -9,13 +9,13 @@ from typing import Any
 
 import grpc
 
-from engine.errors import OutriderError
-from engine.telemetry import Telemetry
 from gateway.auth import Authenticate, Caller, admit_anyone
 from gateway.generator import Generator
 from gateway.request_trace import RequestTrace
 from gateway.verifier_pool import VerifierPool
 from gateway.watcher import Event
+from outrider.protocol.errors import OutriderError
+from outrider.service.telemetry import Telemetry
 from outrider.v1 import generation_pb2, generation_pb2_grpc
 
 GENERATE = "outrider.v1.GenerationService/Generate"

@@ -13,9 +13,6 @@ from contextlib import aclosing, contextmanager
 
 import grpc
 
-from engine.errors import OutriderError
-from engine.logs import Subject, about
-from engine.wire import pack_tokens
 from gateway.admission import Admission, Place
 from gateway.auth import ANONYMOUS, Caller
 from gateway.metrics import GatewayMetrics
@@ -28,6 +25,9 @@ from gateway.validation import check_prompt, check_request
 from gateway.verifier_pool import Route, VerifierPool
 from gateway.watcher import Event as Event
 from gateway.watcher import Watcher
+from outrider.protocol.errors import OutriderError
+from outrider.protocol.wire import pack_tokens
+from outrider.service.logs import Subject, about
 from outrider.v1 import generation_pb2, verifier_pb2
 
 logger = logging.getLogger(__name__)

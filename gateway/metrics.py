@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import grpc
 
-from engine.instruments import SECONDS
-from engine.metrics import ServiceMetrics
+from outrider.service.instruments import SECONDS
+from outrider.service.metrics import ServiceMetrics
 from outrider.v1 import common_pb2
 
 ORIGINS = ("accepted", "recovered", "bonus", "plain")

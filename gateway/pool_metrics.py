@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 
-from engine.instruments import Labels
 from gateway.admission import Admission
 from gateway.metrics import GatewayMetrics
 from gateway.verifier_link import VerifierLink
 from gateway.verifier_pool import VerifierPool
+from outrider.service.instruments import Labels
 
 
 def follow(metrics: GatewayMetrics, admission: Admission, pool: VerifierPool) -> None:

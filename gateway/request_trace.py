@@ -13,9 +13,9 @@ import grpc
 from opentelemetry import trace
 from opentelemetry.trace import SpanKind, Status, StatusCode
 
-from engine.logs import Subject, about
-from engine.telemetry import Telemetry, context_of, traceparent_of
 from gateway.request_metrics import RequestMetrics
+from outrider.service.logs import Subject, about
+from outrider.service.telemetry import Telemetry, context_of, traceparent_of
 from outrider.v1 import common_pb2, generation_pb2
 
 logger = logging.getLogger(__name__)

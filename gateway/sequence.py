@@ -7,10 +7,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import cast
 
-from engine.errors import InternalError, OutriderError, from_code_number
-from engine.wire import unpack_tokens
 from gateway.output_text import OutputText
 from gateway.validation import MAX_DRAFT_TOKENS
+from outrider.protocol.errors import InternalError, OutriderError, from_code_number
+from outrider.protocol.wire import unpack_tokens
 from outrider.v1 import common_pb2, generation_pb2, verifier_pb2
 
 

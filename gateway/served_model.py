@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 
-from engine.errors import FailedPreconditionError
+from outrider.protocol.errors import FailedPreconditionError
 from outrider.v1 import verifier_pb2
 
 

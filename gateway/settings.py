@@ -8,9 +8,9 @@ from typing import Self
 from pydantic import Field, field_validator, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from engine.loopback import is_loopback
-from engine.settings import AddressList, ServiceSettings
 from gateway.discovery import check_target
+from outrider.service.loopback import is_loopback
+from outrider.service.settings import AddressList, ServiceSettings
 
 
 class GatewaySettings(ServiceSettings):

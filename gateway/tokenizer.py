@@ -13,12 +13,12 @@ from pathlib import Path
 
 from tokenizers import Tokenizer as HuggingFaceTokenizer
 
-from engine.errors import FailedPreconditionError
-from engine.fingerprint import tokenizer_fingerprint
-from engine.settings import BadSettingsError
 from gateway.detokenizer import Detokenizer, TokenKind
 from gateway.served_model import ServedModel
 from gateway.token_bytes import token_bytes
+from outrider.protocol.errors import FailedPreconditionError
+from outrider.protocol.fingerprint import tokenizer_fingerprint
+from outrider.service.settings import BadSettingsError
 
 # Characters that are tokenized on the event loop: about 1 ms. A thread costs less than a longer text holds up others.
 MAX_CHARACTERS_ON_LOOP = 2048

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from engine.errors import InvalidArgumentError
-from engine.sampling_parameters import SamplingParameters
 from gateway.served_model import ServedModel
+from outrider.protocol.errors import InvalidArgumentError
+from outrider.protocol.sampling_parameters import SamplingParameters
 from outrider.v1 import common_pb2, generation_pb2
 
 MAX_REQUEST_ID_LENGTH = 128

@@ -11,14 +11,14 @@ from typing import TypeVar
 
 import grpc
 
-from engine.errors import FailedPreconditionError, OutriderError, UnavailableError
-from engine.instruments import Counter
-from engine.security import Dial, dial_plaintext
-from engine.serving import channel_options
-from engine.wire_bytes import counted
 from gateway.decoding import Decoding
 from gateway.discovery import Endpoint
 from gateway.served_model import ServedModel
+from outrider.protocol.errors import FailedPreconditionError, OutriderError, UnavailableError
+from outrider.service.instruments import Counter
+from outrider.service.security import Dial, dial_plaintext
+from outrider.service.serving import channel_options
+from outrider.service.wire_bytes import counted
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
 
 logger = logging.getLogger(__name__)

@@ -10,13 +10,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from engine.errors import UnavailableError
-from engine.instruments import Counter as CounterInstrument
-from engine.security import Dial, dial_plaintext
 from gateway.decoding import Decoding
 from gateway.discovery import Discovery, Resolver, SystemResolver
 from gateway.served_model import ServedModel
 from gateway.verifier_link import VerifierLink
+from outrider.protocol.errors import UnavailableError
+from outrider.service.instruments import Counter as CounterInstrument
+from outrider.service.security import Dial, dial_plaintext
 from outrider.v1 import common_pb2, generation_pb2, verifier_pb2
 
 logger = logging.getLogger(__name__)

@@ -224,10 +224,10 @@ def _up(parsed: argparse.Namespace) -> int:
 
 def _check_front_door(host: str, front_door: FrontDoor) -> None:
     # The gateway would refuse as well, but only once the models are loaded.
-    from engine.security import ServerSecurity
-    from engine.settings import BadSettingsError
     from gateway.auth import Authenticator
     from gateway.settings import GatewaySettings
+    from outrider.service.security import ServerSecurity
+    from outrider.service.settings import BadSettingsError
 
     flags = ["--listen", f"{host}:0", "--verifiers", "127.0.0.1:1", *front_door.flags()]
     try:

@@ -7,7 +7,7 @@ import urllib.request
 import webbrowser
 from collections.abc import Mapping
 
-from engine.loopback import is_loopback
+from outrider.service.loopback import is_loopback
 
 PATH = "/dashboard/"
 # Every request on a machine that somebody tries things on, and no load worth mentioning on one that is busy.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from drafter_service.metrics import DrafterMetrics
-from engine.instruments import Instrument
 from gateway.metrics import GatewayMetrics
+from outrider.service.instruments import Instrument
 from verifier_service.metrics import VerifierMetrics
 
 # Of every process, from prometheus_client and OpenTelemetry.

@@ -6,9 +6,9 @@
 from __future__ import annotations
 
 from drafter_service.metrics import DrafterMetrics
-from engine.instruments import Instrument
-from engine.metrics import ServiceMetrics
 from gateway.metrics import GatewayMetrics
+from outrider.service.instruments import Instrument
+from outrider.service.metrics import ServiceMetrics
 from verifier_service.metrics import VerifierMetrics
 
 SERVICES: dict[str, type[ServiceMetrics]] = {

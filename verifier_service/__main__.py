@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 
-from engine.device import resolve_busy_poll
-from engine.logs import set_up_logging
-from engine.serving import Registration, Server, run
-from engine.settings import BadSettingsError
-from engine.telemetry import Telemetry
+from engine.device import resolve_device
+from outrider.service.busy_poll import resolve_busy_poll
+from outrider.service.logs import set_up_logging
+from outrider.service.serving import Registration, Server, run
+from outrider.service.settings import BadSettingsError
+from outrider.service.telemetry import Telemetry
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
 from verifier_service.metrics import VerifierMetrics
 from verifier_service.service import VerifierService
@@ -39,7 +40,9 @@ def main(arguments: list[str]) -> int:
         set_up_logging(settings.log_level, "verifier", settings.log_format)
         metrics = VerifierMetrics.from_environment(is_scraped=settings.metrics_listen is not None)
         telemetry = Telemetry.from_environment("verifier")
-        busy_poll_seconds = resolve_busy_poll(settings.busy_poll_seconds, settings.device)
+        busy_poll_seconds = resolve_busy_poll(
+            settings.busy_poll_seconds, has_gpu=resolve_device(settings.device).type == "cuda"
+        )
         return run(
             lambda: make_server(settings, telemetry, metrics, busy_poll_seconds=busy_poll_seconds),
             busy_poll_seconds=busy_poll_seconds,

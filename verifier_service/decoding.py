@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from engine.errors import InvalidArgumentError
-from engine.sampling_parameters import SamplingParameters
 from engine.sampling_tensors import new_history
-from engine.wire import unpack_tokens
 from kernels.limits import MAX_DRAFT_TOKENS
+from outrider.protocol.errors import InvalidArgumentError
+from outrider.protocol.sampling_parameters import SamplingParameters
+from outrider.protocol.wire import unpack_tokens
 from outrider.v1 import common_pb2, verifier_pb2
 from verifier_service.sequence import LinkKey, TargetSequence
 

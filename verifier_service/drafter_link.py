@@ -10,12 +10,12 @@ from typing import TypeVar
 
 import grpc
 
-from engine.errors import FailedPreconditionError
-from engine.handshake import check_compatible
-from engine.instruments import Counter
-from engine.security import Dial, dial_plaintext
-from engine.serving import channel_options
-from engine.wire_bytes import counted
+from outrider.protocol.errors import FailedPreconditionError
+from outrider.protocol.handshake import check_compatible
+from outrider.service.instruments import Counter
+from outrider.service.security import Dial, dial_plaintext
+from outrider.service.serving import channel_options
+from outrider.service.wire_bytes import counted
 from outrider.v1 import common_pb2, drafter_pb2, drafter_pb2_grpc, verifier_pb2
 from verifier_service.events import Event, LinkDown, LinkUp, ProposalsArrived
 from verifier_service.proposal_buffer import parse_proposals

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.errors import InvalidArgumentError
+from outrider.protocol.errors import InvalidArgumentError
 from outrider.v1 import verifier_pb2
 
 # Each is a connection that this verifier keeps.

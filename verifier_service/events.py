@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.step_spans import EventRecord, SpanRecord
+from outrider.service.step_spans import EventRecord, SpanRecord
 from outrider.v1 import drafter_pb2, verifier_pb2
 from verifier_service.draft_tokens import DraftTokens
 from verifier_service.proposal_buffer import ProposalError

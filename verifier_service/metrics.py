@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from engine.instruments import POWERS_OF_TWO, SECONDS
-from engine.metrics import ServiceMetrics
 from kernels.limits import MAX_DRAFT_TOKENS
+from outrider.service.instruments import POWERS_OF_TWO, SECONDS
+from outrider.service.metrics import ServiceMetrics
 from outrider.v1 import common_pb2
 
 ORIGINS = ("accepted", "recovered", "bonus", "plain")

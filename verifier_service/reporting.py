@@ -6,8 +6,8 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from engine.wire import pack_tokens
 from kernels.limits import MAX_DRAFT_TOKENS
+from outrider.protocol.wire import pack_tokens
 from outrider.v1 import common_pb2, generation_pb2
 from verifier_service.events import SequenceRecords, StepOutput
 from verifier_service.scheduler import Scheduled

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from engine.block_manager import BlockTable
-from engine.logs import Subject
-from engine.sampling_parameters import SamplingParameters
 from kernels.penalties import TokenHistory
+from outrider.protocol.sampling_parameters import SamplingParameters
+from outrider.service.logs import Subject
 from outrider.v1 import common_pb2, generation_pb2
 from verifier_service.proposal_buffer import ProposalBuffer
 from verifier_service.sequence_trace import SequenceTrace

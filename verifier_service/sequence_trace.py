@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from engine.step_spans import EventRecord, SpanRecord, StepSpans
+from outrider.service.step_spans import EventRecord, SpanRecord, StepSpans
 
 if TYPE_CHECKING:
     from verifier_service.scheduler import Scheduled

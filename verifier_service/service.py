@@ -14,15 +14,15 @@ from typing import Any
 
 import grpc
 
-from engine.engine_thread import EngineThread
-from engine.errors import OutriderError, UnavailableError, code_number
-from engine.fingerprint import model_revision, tokenizer_fingerprint
 from engine.gpu_memory import gpu_memory
-from engine.instruments import Labels
-from engine.security import make_dial
-from engine.telemetry import Telemetry
-from engine.wire import PROTOCOL_VERSION
 from kernels.random import RANDOM_SCHEME
+from outrider.protocol.errors import OutriderError, UnavailableError, code_number
+from outrider.protocol.fingerprint import model_revision, tokenizer_fingerprint
+from outrider.protocol.wire import PROTOCOL_VERSION
+from outrider.service.engine_thread import EngineThread
+from outrider.service.instruments import Labels
+from outrider.service.security import make_dial
+from outrider.service.telemetry import Telemetry
 from outrider.v1 import common_pb2, verifier_pb2, verifier_pb2_grpc
 from verifier_service.decoding import TargetLimits, parse_opening
 from verifier_service.drafter_link import DrafterLink

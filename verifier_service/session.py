@@ -6,8 +6,8 @@ import asyncio
 
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 
-from engine.step_spans import EventRecord
-from engine.telemetry import Telemetry, context_of, is_sampled, traceparent_of
+from outrider.service.step_spans import EventRecord
+from outrider.service.telemetry import Telemetry, context_of, is_sampled, traceparent_of
 from outrider.v1 import common_pb2, generation_pb2, verifier_pb2
 from verifier_service.events import SequenceRecords
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 from typing import Protocol
 
-from engine.instruments import Labels
+from outrider.service.instruments import Labels
 from outrider.v1 import common_pb2, generation_pb2
 from verifier_service.drafting import DraftingLinks
 from verifier_service.metrics import STAGES, VerifierMetrics

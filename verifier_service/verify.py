@@ -12,10 +12,10 @@ import torch
 
 from engine.batch import SequenceSlice
 from engine.sampling_tensors import SamplingTensors, penalized
-from engine.wire import pack_tokens
 from kernels.logprobs import token_logprobs
 from kernels.penalties import Penalties
 from kernels.rejection_sample import rejection_sample
+from outrider.protocol.wire import pack_tokens
 from outrider.v1 import common_pb2, verifier_pb2
 from verifier_service.decode_graph import DecodeGraphs, GraphRun
 from verifier_service.decoding import TargetLimits, parse_opening

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from engine.errors import OutriderError
 from gateway.dashboard.feed import LiveFeed
 from gateway.dashboard.receiver import Receiver
 from gateway.dashboard.span_store import SpanStore
 from gateway.generator import Generator
 from gateway.verifier_pool import VerifierPool
+from outrider.protocol.errors import OutriderError
 
 
 class Dashboard:

@@ -15,7 +15,6 @@ from starlette.responses import JSONResponse, RedirectResponse, Response, Stream
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from engine.telemetry import Telemetry
 from gateway.auth import ANONYMOUS, Caller
 from gateway.dashboard.dashboard import Dashboard
 from gateway.dashboard.feed import pieces
@@ -26,6 +25,7 @@ from gateway.http.errors import ApiError, from_exception
 from gateway.http.host import check_host
 from gateway.http.request_body import parse_body, read_body
 from gateway.trace_sampler import WATCHED
+from outrider.service.telemetry import Telemetry
 from outrider.v1 import common_pb2, generation_pb2
 
 if TYPE_CHECKING:

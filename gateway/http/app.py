@@ -10,7 +10,6 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.routing import BaseRoute
 
-from engine.telemetry import Telemetry
 from gateway.auth import Authenticate, admit_anyone
 from gateway.generator import Generator
 from gateway.http.errors import routing_error
@@ -21,6 +20,7 @@ from gateway.metrics import GatewayMetrics
 from gateway.settings import GatewaySettings
 from gateway.tokenizer import Tokenizer
 from gateway.verifier_pool import VerifierPool
+from outrider.service.telemetry import Telemetry
 
 if TYPE_CHECKING:
     from gateway.dashboard.dashboard import Dashboard

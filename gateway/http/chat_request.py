@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from engine.errors import InvalidArgumentError
 from gateway.http.common_request import CommonRequest, RequestModel, UInt32
+from outrider.protocol.errors import InvalidArgumentError
 from outrider.v1 import generation_pb2
 
 # Where a message's text comes in several parts.

@@ -18,7 +18,7 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
-from engine.errors import InvalidArgumentError
+from outrider.protocol.errors import InvalidArgumentError
 
 # Conversations that are rendered on the event loop; a template takes about a millisecond for as many characters.
 MAX_CHARACTERS_ON_LOOP = 8192

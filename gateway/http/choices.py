@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 
 import grpc
 
-from engine.errors import OutriderError
-from engine.telemetry import Telemetry
 from gateway.auth import Caller
 from gateway.generator import Event, Generator
 from gateway.request_trace import RequestTrace
+from outrider.protocol.errors import OutriderError
+from outrider.service.telemetry import Telemetry
 from outrider.v1 import generation_pb2
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
-from engine.errors import InvalidArgumentError
+from outrider.protocol.errors import InvalidArgumentError
 from outrider.v1 import common_pb2, generation_pb2
 
 # Completions that one HTTP request may ask for, over all its prompts.

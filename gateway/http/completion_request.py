@@ -6,8 +6,8 @@ from typing import Annotated, Any
 
 from pydantic import PlainValidator
 
-from engine.errors import InvalidArgumentError
 from gateway.http.common_request import MAX_CHOICES, CommonRequest, UInt32
+from outrider.protocol.errors import InvalidArgumentError
 from outrider.v1 import generation_pb2
 
 DEFAULT_MAX_TOKENS = 16

@@ -14,8 +14,8 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from engine.errors import InvalidArgumentError, OutriderError
 from gateway.validation import PromptTooLongError
+from outrider.protocol.errors import InvalidArgumentError, OutriderError
 
 logger = logging.getLogger(__name__)
 

@@ -10,12 +10,12 @@ from typing import Any
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
-from engine.errors import OutriderError
 from gateway.generator import Event
 from gateway.http.answer import Answer
 from gateway.http.choices import ChoiceRunner
 from gateway.http.disconnect import until_disconnect
 from gateway.http.errors import from_exception
+from outrider.protocol.errors import OutriderError
 from outrider.v1 import generation_pb2
 
 STREAM_HEADERS = [

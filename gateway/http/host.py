@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from starlette.requests import Request
 
-from engine.loopback import is_loopback
 from gateway.http.errors import ApiError
+from outrider.service.loopback import is_loopback
 
 
 def check_host(request: Request, listen_host: str) -> None:

@@ -6,10 +6,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import BaseRoute, Route
 
-from engine.errors import UnauthenticatedError
 from gateway.auth import Authenticate
 from gateway.http.errors import from_exception
 from gateway.metrics import GatewayMetrics
+from outrider.protocol.errors import UnauthenticatedError
 
 METRICS_PATH = "/metrics"
 

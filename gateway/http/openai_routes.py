@@ -13,7 +13,6 @@ from starlette.responses import JSONResponse
 from starlette.routing import BaseRoute, Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from engine.settings import BadSettingsError
 from gateway.auth import Caller
 from gateway.http.answer import Answer, ChatAnswer, CompletionAnswer
 from gateway.http.chat_request import ChatRequest
@@ -28,6 +27,7 @@ from gateway.http.host import check_host
 from gateway.http.logprobs import TokenNames
 from gateway.http.request_body import parse_body, read_body
 from gateway.validation import MAX_REQUEST_ID_LENGTH
+from outrider.service.settings import BadSettingsError
 from outrider.v1 import generation_pb2
 
 if TYPE_CHECKING:

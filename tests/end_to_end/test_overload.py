@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from benchmarks.process_stats import ProcessStats
-from engine.telemetry import Telemetry
 from gateway.gateway import Gateway, make_server
 from gateway.settings import GatewaySettings
+from outrider.service.telemetry import Telemetry
 from tests.services.harness import (
     decode_client,
     drafter_is_empty,

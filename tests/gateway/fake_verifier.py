@@ -10,13 +10,13 @@ from typing import Any
 
 import grpc
 
-from engine.telemetry import Telemetry
-from engine.wire import pack_tokens, unpack_tokens
 from gateway.discovery import Resolver
 from gateway.gateway import Gateway, make_server
 from gateway.metrics import GatewayMetrics
 from gateway.settings import GatewaySettings
 from gateway.tokenizer import Tokenizer
+from outrider.protocol.wire import pack_tokens, unpack_tokens
+from outrider.service.telemetry import Telemetry
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 
 CONTEXT_LENGTH = 2048

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from engine.errors import OutriderError, ResourceExhaustedError, UnavailableError
 from gateway.admission import SPREAD, Admission
 from gateway.auth import ANONYMOUS, Caller
+from outrider.protocol.errors import OutriderError, ResourceExhaustedError, UnavailableError
 from tests.gateway.virtual_time import run
 
 ALICE, BOB = Caller("alice"), Caller("bob")

@@ -22,13 +22,13 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from engine.errors import UnauthenticatedError
-from engine.settings import BadSettingsError
-from engine.telemetry import Telemetry
 from gateway import auth
 from gateway.auth import ANONYMOUS, Authenticator, Caller
 from gateway.metrics import REFUSALS
 from gateway.rate_limits import RateLimits
+from outrider.protocol.errors import UnauthenticatedError
+from outrider.service.settings import BadSettingsError
+from outrider.service.telemetry import Telemetry
 from outrider.v1 import generation_pb2
 from tests.gateway.fake_verifier import FakeVerifier, running_gateway, token_ids
 from tests.gateway.fake_verifier import update as step

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from engine.errors import InvalidArgumentError
 from gateway.http.chat_template import BadTemplateError, ChatTemplate
+from outrider.protocol.errors import InvalidArgumentError
 from tests.gateway import tokenizers_for_tests
 
 MESSAGES = [

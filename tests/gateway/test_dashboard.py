@@ -15,14 +15,14 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.trace import set_span_in_context
 
-from engine.loopback import is_loopback
-from engine.settings import BadSettingsError
-from engine.telemetry import Telemetry
 from gateway.dashboard.receiver import Receiver
 from gateway.dashboard.span_store import Span, SpanEvent, SpanStore, Trace
 from gateway.dashboard.timeline import summary, timeline
 from gateway.settings import GatewaySettings
 from gateway.tokenizer import Tokenizer
+from outrider.service.loopback import is_loopback
+from outrider.service.settings import BadSettingsError
+from outrider.service.telemetry import Telemetry
 from outrider.v1 import common_pb2, generation_pb2, verifier_pb2
 from tests.gateway.fake_verifier import FakeVerifier, RunningGateway, eventually, running_gateway, update
 

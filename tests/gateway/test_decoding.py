@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from engine.errors import UnavailableError
 from gateway.decoding import Decoding
+from outrider.protocol.errors import UnavailableError
 from tests.gateway.fake_verifier import update
 
 

@@ -7,9 +7,9 @@ import asyncio
 import grpc
 import pytest
 
-from engine.telemetry import Telemetry
 from gateway.request_trace import RequestTrace
 from gateway.tokenizer import Tokenizer
+from outrider.service.telemetry import Telemetry
 from outrider.v1 import generation_pb2, verifier_pb2
 from tests.gateway.fake_verifier import (
     FakeVerifier,

@@ -13,8 +13,8 @@ from typing import Any
 import grpc
 import pytest
 
-from engine.wire import pack_tokens
 from gateway.tokenizer import Tokenizer
+from outrider.protocol.wire import pack_tokens
 from outrider.v1 import common_pb2, generation_pb2, verifier_pb2
 from tests.fuzz import Fuzzer
 from tests.gateway.fake_verifier import FakeVerifier, RunningGateway, complete, eventually, running_gateway, token_ids

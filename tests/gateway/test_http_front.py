@@ -15,14 +15,14 @@ import openai
 import pytest
 import trustme
 
-from engine.errors import RelayedError
-from engine.settings import BadSettingsError
-from engine.telemetry import Telemetry
 from gateway.auth import Caller
 from gateway.gateway import make_server
 from gateway.http.app import Front, make_app
 from gateway.http.server import HttpServer
 from gateway.settings import GatewaySettings
+from outrider.protocol.errors import RelayedError
+from outrider.service.settings import BadSettingsError
+from outrider.service.telemetry import Telemetry
 from outrider.v1 import generation_pb2
 from tests.gateway.fake_verifier import FakeVerifier, eventually, running_gateway, token_ids
 from tests.gateway.test_settings import ROOT

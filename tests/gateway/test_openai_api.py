@@ -18,10 +18,10 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from engine.settings import BadSettingsError
-from engine.telemetry import Telemetry
 from gateway.http import server as http_server
 from gateway.tokenizer import Tokenizer
+from outrider.service.settings import BadSettingsError
+from outrider.service.telemetry import Telemetry
 from outrider.v1 import generation_pb2, verifier_pb2
 from tests.gateway import tokenizers_for_tests
 from tests.gateway.fake_verifier import (

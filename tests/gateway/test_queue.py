@@ -11,10 +11,10 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from engine.telemetry import Telemetry
 from gateway.auth import Caller
 from gateway.request_trace import RequestTrace
 from gateway.tokenizer import Tokenizer
+from outrider.service.telemetry import Telemetry
 from outrider.v1 import common_pb2, generation_pb2, verifier_pb2
 from tests.gateway.fake_verifier import FakeVerifier, RunningGateway, complete, eventually, running_gateway, token_ids
 from tests.gateway.fake_verifier import update as step

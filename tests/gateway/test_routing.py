@@ -7,9 +7,9 @@ import asyncio
 import grpc
 import pytest
 
-from engine.wire import unpack_tokens
 from gateway import verifier_link
 from gateway.tokenizer import Tokenizer
+from outrider.protocol.wire import unpack_tokens
 from outrider.v1 import common_pb2, generation_pb2, verifier_pb2
 from tests.gateway.fake_verifier import (
     CONNECTING,

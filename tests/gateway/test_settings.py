@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.settings import BadSettingsError
 from gateway.__main__ import main
 from gateway.settings import GatewaySettings
+from outrider.service.settings import BadSettingsError
 
 ROOT = Path(__file__).resolve().parents[2]
 

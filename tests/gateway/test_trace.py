@@ -14,10 +14,10 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from engine.logs import JsonFormatter
-from engine.telemetry import Telemetry
-from engine.wire import pack_tokens
 from gateway.tokenizer import Tokenizer
+from outrider.protocol.wire import pack_tokens
+from outrider.service.logs import JsonFormatter
+from outrider.service.telemetry import Telemetry
 from outrider.v1 import common_pb2, generation_pb2, verifier_pb2
 from tests.gateway.fake_verifier import (
     FakeVerifier,

@@ -6,8 +6,8 @@ from opentelemetry.context import Context
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ALWAYS_ON, DEFAULT_ON, Sampler
 from opentelemetry.util.types import Attributes
 
-from engine.telemetry import context_of
 from gateway.trace_sampler import WATCHED, RateLimitedSampler, limited
+from outrider.service.telemetry import context_of
 
 PARENT = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-"
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from engine.errors import InvalidArgumentError
 from gateway.served_model import ServedModel
 from gateway.validation import check_prompt, check_request
+from outrider.protocol.errors import InvalidArgumentError
 from outrider.v1 import common_pb2, generation_pb2
 
 MODEL = ServedModel("m", "r", context_length=32, vocabulary_size=100, tokenizer_fingerprint="")

@@ -8,11 +8,11 @@ from unittest import mock
 import pytest
 
 from drafter_service.settings import DrafterSettings
-from engine.health import LIVENESS
-from engine.settings import ServiceSettings
-from engine.telemetry import Telemetry
 from gateway.discovery import DNS_SCHEME
 from gateway.settings import GatewaySettings
+from outrider.service.health import LIVENESS
+from outrider.service.settings import ServiceSettings
+from outrider.service.telemetry import Telemetry
 from outrider.v1 import drafter_pb2, generation_pb2, verifier_pb2
 from tests.k8s.manifests import SERVICES, Manifests, rendered
 from verifier_service.settings import VerifierSettings

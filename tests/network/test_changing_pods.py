@@ -10,8 +10,8 @@ from contextlib import AsyncExitStack, asynccontextmanager
 import grpc
 import pytest
 
-from engine.serving import Server
 from gateway import discovery
+from outrider.service.serving import Server
 from outrider.v1 import common_pb2, generation_pb2
 from tests.gateway.fake_verifier import RunningGateway, complete, eventually, rest_of, running_gateway, token_ids
 from tests.network.conftest import Pair

@@ -11,7 +11,7 @@ from typing import Any
 
 import grpc
 
-from engine.serving import LINK_KEEPALIVE
+from outrider.service.serving import LINK_KEEPALIVE
 from outrider.v1 import common_pb2, generation_pb2, verifier_pb2
 from tests.gateway.fake_verifier import RunningGateway, complete, eventually, running_gateway, token_ids
 from tests.network.conftest import Pair

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.settings import ServiceSettings
 from outrider.client import AsyncClient, ClientError, UnavailableError
 from outrider.completion import Chunk, Completion, CompletionBuilder, FallbackReason, ModelInfo
+from outrider.service.settings import ServiceSettings
 from tests.network.conftest import Pair
 from tests.network.namespaces import ROUTER, Network, why_not
 from tests.network.policies import CLIENT, SERVICES, allowed_edges

@@ -7,7 +7,7 @@ import pytest
 import trustme
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from engine.serving import channel_options
+from outrider.service.serving import channel_options
 
 
 @pytest.mark.parametrize(("certified", "is_trusted"), [("verifier", True), ("drafter", False), ("127.0.0.1", False)])

@@ -12,10 +12,10 @@ import grpc
 
 from drafter_service.scripted_drafter import Script
 from drafter_service.sequence import DraftSequence
-from engine.errors import InvalidArgumentError
-from engine.sampling_parameters import SamplingParameters
-from engine.wire import PROTOCOL_VERSION, pack_tokens, unpack_tokens
 from kernels.random import RANDOM_SCHEME
+from outrider.protocol.errors import InvalidArgumentError
+from outrider.protocol.sampling_parameters import SamplingParameters
+from outrider.protocol.wire import PROTOCOL_VERSION, pack_tokens, unpack_tokens
 from outrider.v1 import common_pb2, drafter_pb2
 
 # What goes on the wire: a frame, or bytes as they are.

@@ -21,9 +21,9 @@ from drafter_service.service import DrafterService
 from drafter_service.settings import DrafterSettings
 from engine.batch import SequenceSlice
 from engine.model_runner import ModelRunner
-from engine.serving import Registration, Server
-from engine.telemetry import Telemetry
-from engine.wire import pack_tokens, unpack_tokens
+from outrider.protocol.wire import pack_tokens, unpack_tokens
+from outrider.service.serving import Registration, Server
+from outrider.service.telemetry import Telemetry
 from outrider.v1 import common_pb2, drafter_pb2, drafter_pb2_grpc, generation_pb2, verifier_pb2, verifier_pb2_grpc
 from tests.service_device import SERVICE_DEVICE
 from verifier_service.metrics import VerifierMetrics

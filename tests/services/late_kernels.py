@@ -34,9 +34,9 @@ from drafter_service.model_drafter import ModelDrafter
 from drafter_service.sequence import DraftSequence
 from engine.block_manager import BlockManager
 from engine.model_runner import ModelRunner
-from engine.sampling_parameters import SamplingParameters
 from engine.sampling_tensors import new_history
 from kernels.dispatch import interpreted_kernels
+from outrider.protocol.sampling_parameters import SamplingParameters
 from tests.services.sequences import target_sequence
 from verifier_service import verify as verification
 from verifier_service.decode_graph import DecodeGraphs

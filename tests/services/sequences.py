@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from engine.sampling_parameters import SamplingParameters
+from outrider.protocol.sampling_parameters import SamplingParameters
 from outrider.v1 import common_pb2
 from verifier_service.draft_tokens import DraftRows, DraftTokens
 from verifier_service.sequence import LinkKey, TargetSequence

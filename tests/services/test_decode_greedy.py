@@ -13,7 +13,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.generation import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
-from engine.serving import Server
+from outrider.service.serving import Server
 from outrider.v1 import common_pb2
 from tests.services.conftest import Pair
 from tests.services.harness import (

@@ -13,8 +13,8 @@ from typing import Any
 import grpc
 import pytest
 
-from engine.errors import code_number
-from engine.wire import pack_tokens
+from outrider.protocol.errors import code_number
+from outrider.protocol.wire import pack_tokens
 from outrider.v1 import common_pb2, verifier_pb2
 from tests.services.conftest import Pair
 from tests.services.harness import (

@@ -11,8 +11,8 @@ import grpc
 import numpy as np
 import pytest
 
-from engine.wire import PROTOCOL_VERSION, pack_tokens, unpack_candidates, unpack_tokens
 from kernels.random import RANDOM_SCHEME
+from outrider.protocol.wire import PROTOCOL_VERSION, pack_tokens, unpack_candidates, unpack_tokens
 from outrider.v1 import common_pb2, drafter_pb2, drafter_pb2_grpc
 from tests.services.conftest import Pair
 from tests.services.harness import (

@@ -13,7 +13,7 @@ from drafter_service.drafter import Draft, NoDraft
 from drafter_service.ngram_drafter import NgramDrafter
 from drafter_service.scripted_drafter import ScriptedDrafter, load_script
 from drafter_service.sequence import DraftSequence
-from engine.sampling_parameters import SamplingParameters
+from outrider.protocol.sampling_parameters import SamplingParameters
 from outrider.v1 import drafter_pb2
 
 

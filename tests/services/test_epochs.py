@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 import pytest
 
 from drafter_service.sequence import DraftSequence
-from engine.errors import InvalidArgumentError
-from engine.sampling_parameters import SamplingParameters
-from engine.wire import pack_tokens, unpack_tokens
+from outrider.protocol.errors import InvalidArgumentError
+from outrider.protocol.sampling_parameters import SamplingParameters
+from outrider.protocol.wire import pack_tokens, unpack_tokens
 from outrider.v1 import drafter_pb2
 from verifier_service.draft_tokens import DraftTokens
 from verifier_service.proposal_buffer import ProposalBuffer, parse_proposals

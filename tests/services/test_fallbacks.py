@@ -18,7 +18,7 @@ from drafter_service.drafter import Draft, Drafter, NoDraft
 from drafter_service.factory import make_drafter
 from drafter_service.model_drafter import ModelDrafter
 from drafter_service.sequence import DraftSequence
-from engine.fingerprint import model_revision
+from outrider.protocol.fingerprint import model_revision
 from outrider.v1 import common_pb2, verifier_pb2
 from tests.services.conftest import Pair
 from tests.services.fake_drafter import fake_drafter, frame, identity, late

@@ -14,8 +14,8 @@ from typing import Any
 import grpc
 import pytest
 
-from engine.wire import PROTOCOL_VERSION, pack_tokens, unpack_tokens
 from kernels.random import RANDOM_SCHEME
+from outrider.protocol.wire import PROTOCOL_VERSION, pack_tokens, unpack_tokens
 from outrider.v1 import common_pb2, drafter_pb2, verifier_pb2
 from tests.fuzz import Fuzzer
 from tests.services.conftest import Pair

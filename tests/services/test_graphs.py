@@ -18,7 +18,7 @@ from drafter_service.model_drafter import ModelDrafter
 from drafter_service.sequence import DraftSequence
 from engine.cuda_graph import GraphPool, batch_buckets
 from engine.model_runner import ModelRunner
-from engine.sampling_parameters import SamplingParameters
+from outrider.protocol.sampling_parameters import SamplingParameters
 from tests.service_device import SERVICE_DEVICE
 from tests.services.sequences import target_sequence
 from tests.tiny_models import save_tiny_llama

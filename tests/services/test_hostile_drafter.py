@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 
 from drafter_service.sequence import DraftSequence
-from engine.wire import pack_tokens, unpack_tokens
+from outrider.protocol.wire import pack_tokens, unpack_tokens
 from outrider.v1 import drafter_pb2, verifier_pb2
 from tests.services.conftest import Pair
 from tests.services.fake_drafter import Wire, answers, fake_drafter, frame

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import pytest
 
-from engine.step_spans import EventRecord, SpanRecord, Value
+from outrider.service.step_spans import EventRecord, SpanRecord, Value
 from tests.services.sequences import target_sequence
 from verifier_service import sequence_trace
 from verifier_service.scheduler import Scheduled

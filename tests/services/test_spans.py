@@ -11,8 +11,8 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode, format_span_id, format_trace_id
 
-from engine.step_spans import StepSpans
-from engine.telemetry import Telemetry
+from outrider.service.step_spans import StepSpans
+from outrider.service.telemetry import Telemetry
 from outrider.v1 import common_pb2, verifier_pb2
 from tests.services.conftest import Pair
 from tests.services.fake_drafter import fake_drafter
