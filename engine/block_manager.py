@@ -1,23 +1,59 @@
-"""Who holds which block of the paged KV cache."""
+"""Who holds which block of the paged KV cache, and which blocks hold what others can use.
+
+A block may stand in several tables: `fork` makes a second table of the same blocks, and `match` finds blocks that were
+published with the same tokens. The references to each block are counted. It is available to others when the last table
+has given it back: at once if it is not published, and if it is, when no other is left (the longest unused first).
+
+**Writing.** What is written to a shared block would show in every table that holds it, and what is written to a
+published one in every table to come. Whoever writes to a table that was forked, matched or published therefore asks
+`make_writable` first, each time; for a table that never was, `grow` is enough. The manager moves no data: it says which
+blocks have to be copied, as pairs of (source, destination), and the caller copies them on the device, in all layers,
+
+* after everything that earlier steps write, and before anything that the coming step writes or reads;
+* the pairs of one call in any order or at once, those of several calls one call after another: a block that one call
+  names can be named again by the next, when its table was given up in between.
+
+So blocks may be given back, matched or taken anew while copies are still due, as nothing is written before those.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+
+from engine.prefix_index import PrefixIndex
+
+
+class BlockCopy(NamedTuple):
+    """A block whose contents the caller has to copy to another."""
+
+    source: int
+    destination: int
 
 
 class BlockTable(list[int]):
     """A sequence's blocks in order. Changed by a BlockManager alone, which keeps `array` the same as the list.
 
-    A step copies the table of every sequence to the device; converting long lists each time would be slow.
+    A step copies the table of every sequence to the device; converting long lists each time would be slow. Who keeps a
+    copy keeps the `version` with it, and follows the table so:
+
+        if table.version != version:
+            first = table.changed_since(version)
+            copy[first : len(table)] = table.array[first:]
+            version = table.version
+
+    Giving back blocks at the end changes no version, as the entries that remain are still those of the copy.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._array = np.empty(16, dtype=np.int32)
-        # Counts the blocks ever added, so that who has a copy knows whether it still begins as the table does.
+        # Counts the entries ever written; to replace one counts as writing all from it to the end. Only ever grows, and
+        # says nothing about other tables: who follows another one from here on begins at version 0.
         self.version = 0
 
     @property
@@ -25,12 +61,28 @@ class BlockTable(list[int]):
         """The block ids, [num_blocks]; a view that the next change of the table invalidates."""
         return self._array[: len(self)]
 
+    def changed_since(self, version: int) -> int:
+        """The first index whose entry may differ from what it was at `version`; `len(table)` where none does.
+
+        Exact for who asks after each growth or replacement; else it may be lower than need be, never higher. 0 for
+        version 0, which is the empty table's.
+        """
+        # Each entry written since then lies at most as far from the end as the version has grown: writing at the end
+        # moves both by one, replacing moves the version by that distance, and shrinking only brings the end nearer.
+        return max(0, len(self) - (self.version - version))
+
     def _push(self, block_id: int) -> None:
-        if len(self) == len(self._array):
+        index = len(self)
+        if index == len(self._array):
             self._array = np.concatenate([self._array, np.empty_like(self._array)])
-        self._array[len(self)] = block_id
+        self._array[index] = block_id
         self.append(block_id)
         self.version += 1
+
+    def _replace(self, index: int, block_id: int) -> None:
+        self[index] = block_id
+        self._array[index] = block_id
+        self.version += len(self) - index
 
 
 class BlockManager:
@@ -39,13 +91,19 @@ class BlockManager:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        # Taken from the end, so that a freed block, still warm in a cache, is the next one used.
+        # How often each block stands in a table.
+        self._num_references = [0] * num_blocks
+        # Neither referenced nor published. Taken from the end, so that a freed block, still warm in a cache, is the
+        # next one used.
         self._free = list(range(num_blocks - 1, -1, -1))
+        # Published and not referenced, the longest unused first.
+        self._cached: OrderedDict[int, None] = OrderedDict()
+        self._index = PrefixIndex(block_size)
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds."""
-        return len(self._free)
+        """Blocks that nobody holds, those included that wait for a sequence that begins with their tokens."""
+        return len(self._free) + len(self._cached)
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that `num_tokens` tokens fill, the last one perhaps in part."""
@@ -53,28 +111,139 @@ class BlockManager:
 
     def grow(self, block_ids: BlockTable, num_tokens: int) -> bool:
         """Extend `block_ids` in place to cover `num_tokens`; False, and nothing changed, if too few are free."""
-        missing = self.blocks_for(num_tokens) - len(block_ids)
+        # Once for every sequence of every step: blocks_for and num_free are written out.
+        missing = -(-num_tokens // self.block_size) - len(block_ids)
         if missing <= 0:
             return True
-        if missing > len(self._free):
+        if missing > len(self._free) + len(self._cached):
             return False
+        free, references = self._free, self._num_references
         for _ in range(missing):
-            block_ids._push(self._free.pop())
+            block_id = free.pop() if free else self._reclaim()
+            references[block_id] = 1
+            block_ids._push(block_id)
         return True
+
+    def make_writable(self, block_ids: BlockTable, start: int, end: int) -> list[BlockCopy] | None:
+        """Let the caller write positions `start` to `end - 1`: grow `block_ids` to cover them and let it share none.
+
+        Returns the copies that the caller has to make before it writes (the module's docstring says when); mostly none.
+        They leave the positions outside of `start` to `end` as they were, so a block that will be written whole is
+        replaced without a copy. None, and nothing changed, if too few blocks are free. A block that was published and
+        is nobody else's is written in place and loses its publication.
+
+        Raises ValueError if the range is empty or negative.
+        """
+        if not 0 <= start < end:
+            raise ValueError(f"positions {start} to {end} are no range to write to")
+        references, published = self._num_references, self._index.publications
+        touched = range(start // self.block_size, min(self.blocks_for(end), len(block_ids)))
+        shared = [index for index in touched if references[block_ids[index]] > 1]
+        if len(shared) + max(0, self.blocks_for(end) - len(block_ids)) > self.num_free:
+            return None
+        for index in touched:
+            if block_ids[index] in published and references[block_ids[index]] == 1:
+                self._unpublish(block_ids[index])
+        copies = []
+        for index in shared:
+            copy = BlockCopy(block_ids[index], self._free.pop() if self._free else self._reclaim())
+            references[copy.source] -= 1
+            references[copy.destination] = 1
+            block_ids._replace(index, copy.destination)
+            if index * self.block_size < start or (index + 1) * self.block_size > end:
+                copies.append(copy)
+        self.grow(block_ids, end)
+        return copies
 
     def shrink(self, block_ids: BlockTable, num_tokens: int) -> None:
         """Give back the blocks of `block_ids`, in place, that `num_tokens` tokens do not need."""
-        keep = self.blocks_for(num_tokens)
+        keep = -(-num_tokens // self.block_size)
         if keep >= len(block_ids):
             return
-        self._free.extend(reversed(block_ids[keep:]))
-        del block_ids[keep:]
+        references, published = self._num_references, self._index.publications
+        # From the end, so that of a cached prefix the last block goes first: without it, the others are still of use.
+        while len(block_ids) > keep:
+            block_id = block_ids.pop()
+            references[block_id] -= 1
+            if references[block_id] > 0:
+                continue
+            if block_id in published:
+                self._cached[block_id] = None
+            else:
+                self._free.append(block_id)
 
     def free(self, block_ids: BlockTable) -> None:
         """Give back all of `block_ids`, emptying it."""
         self.shrink(block_ids, 0)
 
+    def fork(self, block_ids: BlockTable) -> BlockTable:
+        """A second table of the same blocks, for a sequence with the same tokens so far. Needs no free block.
+
+        What is written afterwards shows in one of the two alone. What `make_writable` had allowed before, and no step
+        has written yet, is written to the shared block: the fork must not count on it, and shrinks to what there is.
+        """
+        return self._hold(block_ids)
+
+    def publish(self, block_ids: BlockTable, token_ids: Sequence[int]) -> None:
+        """Let `match` find the blocks of `block_ids` that `token_ids` fill to the last position.
+
+        `token_ids` are the sequence's from its first on, as far as their keys and values are in the blocks, or will be
+        before any step reads them that is launched from now on. A prefix that is published already stays with the
+        blocks that it has. The cost is one look-up for each block of the sequence, so not for every token.
+
+        Raises ValueError if a block is published with other tokens.
+        """
+        self._index.publish(block_ids, token_ids)
+
+    def match(self, token_ids: Sequence[int]) -> BlockTable:
+        """A table of the published blocks for the longest prefix of `token_ids`, perhaps empty.
+
+        `len(table) * block_size` tokens have their keys and values in it: full blocks only, and never all of
+        `token_ids`, as a sequence needs the logits of its last token. The table holds the blocks like any other.
+        """
+        block_ids = self._index.match(token_ids[: max(0, len(token_ids) - 1)])
+        for block_id in block_ids:
+            self._cached.pop(block_id, None)
+        return self._hold(block_ids)
+
     def check(self, held: Iterable[Iterable[int]]) -> None:
-        """Raise AssertionError unless the free blocks and the `held` ones are all blocks, each once."""
-        everything = sorted([*self._free, *(block for blocks in held for block in blocks)])
-        assert everything == list(range(self.num_blocks)), "a KV block was lost or is held twice"
+        """Raise AssertionError unless each block is free, cached or referenced as often as the `held` tables name it.
+
+        Also that the tables' arrays equal their lists, and that published blocks are found where they belong. For
+        tests: takes time for every block.
+        """
+        places = self._index.check()
+        named: Counter[int] = Counter()
+        for table in held:
+            block_ids = list(table)
+            named.update(block_ids)
+            assert len(set(block_ids)) == len(block_ids), "a KV block stands twice in one table"
+            if isinstance(table, BlockTable):
+                assert table.array.tolist() == block_ids, "a table's array is not what its list is"
+            for index, block_id in enumerate(block_ids):
+                assert places.get(block_id, index) == index, f"KV block {block_id} is published for another position"
+        references = [named[block_id] for block_id in range(self.num_blocks)]
+        assert references == self._num_references, "a KV block is referenced more or less often than tables name it"
+        unheld = [block_id for block_id, count in enumerate(references) if not count]
+        assert sorted([*self._free, *self._cached]) == unheld, "a KV block was lost or is held twice"
+        assert self._cached.keys() <= places.keys(), "a cached KV block is not published"
+        assert not places.keys() & set(self._free), "a free KV block is published"
+
+    def _reclaim(self) -> int:
+        """A block to use anew where none is free: the longest unused of the cached ones, of which there must be one."""
+        self._unpublish(next(iter(self._cached)))
+        return self._free.pop()
+
+    def _unpublish(self, block_id: int) -> None:
+        """Take back the publication of a block and of those behind it; of these, the cached ones become free."""
+        for gone in reversed(self._index.remove(block_id)):
+            if gone in self._cached:
+                del self._cached[gone]
+                self._free.append(gone)
+
+    def _hold(self, block_ids: Iterable[int]) -> BlockTable:
+        table = BlockTable()
+        for block_id in block_ids:
+            self._num_references[block_id] += 1
+            table._push(block_id)
+        return table
