@@ -68,7 +68,7 @@ def test_foreign_kernels_package_is_refused(tmp_path: Path, monkeypatch: pytest.
 def test_loader_imports_nothing_heavy() -> None:
     """The check for the foreign package has to come before transformers; the gateway has no torch at all."""
     program = (
-        "import sys, engine, engine.model_loader, engine.fingerprint; "
+        "import sys, engine, engine.model_loader, outrider.protocol.fingerprint; "
         "sys.exit(bool({'torch', 'transformers', 'triton'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
