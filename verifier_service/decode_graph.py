@@ -17,11 +17,11 @@ import torch
 
 from engine.batch import Batch
 from engine.cuda_graph import GraphPool, batch_buckets
+from engine.draft_tokens import DraftRows, DraftTokens, copy_rows
 from engine.model_runner import ModelRunner
 from engine.sequence_rows import SequenceRows
 from engine.static_tensors import StaticTensors, TensorSpec
 from kernels.rejection_sample import rejection_sample
-from verifier_service.draft_tokens import DraftRows, DraftTokens, copy_rows
 from verifier_service.sequence import TargetSequence
 
 # Steps that may be launched and not yet collected: one that the device works on, and one that it finds when it is done.

@@ -6,9 +6,9 @@ import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+from engine.draft_tokens import DraftTokens
 from outrider.protocol.wire import pack_tokens
 from outrider.v1 import common_pb2, drafter_pb2
-from verifier_service.draft_tokens import DraftTokens
 from verifier_service.gathering import Gathering
 from verifier_service.sequence import LinkKey, TargetSequence
 

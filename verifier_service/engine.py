@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 
 import grpc
 
+from engine.draft_tokens import DraftTokens
 from engine.late_compilation import warn_of_late_compilation
 from outrider.protocol.errors import code_number
 from outrider.service.logs import about
 from outrider.v1 import common_pb2, drafter_pb2, generation_pb2, verifier_pb2
-from verifier_service.draft_tokens import DraftTokens
 from verifier_service.drafting import DraftingLinks
 from verifier_service.events import (
     Event,

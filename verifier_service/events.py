@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from engine.draft_tokens import DraftTokens
 from outrider.service.step_spans import EventRecord, SpanRecord
 from outrider.v1 import drafter_pb2, verifier_pb2
-from verifier_service.draft_tokens import DraftTokens
 from verifier_service.proposal_buffer import ProposalError
 from verifier_service.sequence import LinkKey, TargetSequence
 

@@ -8,10 +8,10 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
+from engine.draft_tokens import NO_DRAFT_TOKENS, DraftRows, DraftTokens, concatenate
 from kernels.limits import MAX_DRAFT_TOKENS, WEIGHT_TOTAL
 from outrider.protocol.wire import SIGNED_TOKEN, candidates_per_token, unpack_candidates, unpack_tokens
 from outrider.v1 import drafter_pb2
-from verifier_service.draft_tokens import NO_DRAFT_TOKENS, DraftRows, DraftTokens, concatenate
 
 # Draft tokens that one sequence may have waiting: several proposals, as the protocol allows, but no flood of them.
 MAX_BUFFERED_TOKENS = 4 * MAX_DRAFT_TOKENS

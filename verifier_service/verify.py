@@ -11,6 +11,7 @@ import numpy.typing as npt
 import torch
 
 from engine.batch import SequenceSlice
+from engine.draft_tokens import DraftRows, DraftTokens, concatenate
 from engine.sampling_tensors import SamplingTensors, penalized
 from kernels.logprobs import token_logprobs
 from kernels.penalties import Penalties
@@ -19,7 +20,6 @@ from outrider.protocol.wire import pack_tokens
 from outrider.v1 import common_pb2, verifier_pb2
 from verifier_service.decode_graph import DecodeGraphs, GraphRun
 from verifier_service.decoding import TargetLimits, parse_opening
-from verifier_service.draft_tokens import DraftRows, DraftTokens, concatenate
 from verifier_service.scheduler import Scheduled
 from verifier_service.target import Target
 

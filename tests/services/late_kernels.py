@@ -33,6 +33,7 @@ from drafter_service.drafter import Draft
 from drafter_service.model_drafter import ModelDrafter
 from drafter_service.sequence import DraftSequence
 from engine.block_manager import BlockManager
+from engine.draft_tokens import DraftRows, DraftTokens
 from engine.model_runner import ModelRunner
 from engine.sampling_tensors import new_history
 from kernels.dispatch import interpreted_kernels
@@ -40,7 +41,6 @@ from outrider.protocol.sampling_parameters import SamplingParameters
 from tests.services.sequences import target_sequence
 from verifier_service import verify as verification
 from verifier_service.decode_graph import DecodeGraphs
-from verifier_service.draft_tokens import DraftRows, DraftTokens
 from verifier_service.scheduler import Scheduled
 
 VOCABULARY = 8192

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from engine.draft_tokens import DraftRows, DraftTokens
 from outrider.protocol.sampling_parameters import SamplingParameters
 from outrider.v1 import common_pb2
-from verifier_service.draft_tokens import DraftRows, DraftTokens
 from verifier_service.sequence import LinkKey, TargetSequence
 
 LINK = LinkKey("drafter:1", 1)

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 import pytest
 
 from drafter_service.sequence import DraftSequence
+from engine.draft_tokens import DraftTokens
 from outrider.protocol.errors import InvalidArgumentError
 from outrider.protocol.sampling_parameters import SamplingParameters
 from outrider.protocol.wire import pack_tokens, unpack_tokens
 from outrider.v1 import drafter_pb2
-from verifier_service.draft_tokens import DraftTokens
 from verifier_service.proposal_buffer import ProposalBuffer, parse_proposals
 
 VOCABULARY = 3  # so small that proposals are often right by chance

@@ -17,13 +17,13 @@ from drafter_service.drafter import Draft
 from drafter_service.model_drafter import ModelDrafter
 from drafter_service.sequence import DraftSequence
 from engine.cuda_graph import GraphPool, batch_buckets
+from engine.draft_tokens import DraftRows, DraftTokens
 from engine.model_runner import ModelRunner
 from outrider.protocol.sampling_parameters import SamplingParameters
 from tests.service_device import SERVICE_DEVICE
 from tests.services.sequences import target_sequence
 from tests.tiny_models import save_tiny_llama
 from verifier_service.decode_graph import DecodeGraphs
-from verifier_service.draft_tokens import DraftRows, DraftTokens
 from verifier_service.scheduler import Scheduled
 from verifier_service.sequence import TargetSequence
 from verifier_service.target import Target

@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import pytest
 
+from engine.draft_tokens import NO_DRAFT_TOKENS, DraftRows, DraftTokens, concatenate, copy_rows
 from kernels.limits import MAX_DRAFT_TOKENS
 from outrider.protocol.wire import MAX_CANDIDATES, pack_tokens
 from outrider.v1 import drafter_pb2
-from verifier_service.draft_tokens import NO_DRAFT_TOKENS, DraftRows, DraftTokens, concatenate, copy_rows
 from verifier_service.proposal_buffer import MAX_BUFFERED_TOKENS, ProposalBuffer, ProposalError, parse_proposals
 
 VOCABULARY = 100
