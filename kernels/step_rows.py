@@ -37,8 +37,7 @@ class LaidOutRows:
     owners: torch.Tensor  # [num_tokens] int32: the row of each token, `batch` behind the last row
     cu_query_lens: torch.Tensor  # [batch + 1] int32
     context_lens: torch.Tensor  # [batch] int32, 0 for rows without tokens
-    cu_num_drafts: torch.Tensor  # [batch + 1] int32
-    draft_token_ids: torch.Tensor  # [num_tokens] int32: all tokens but the first of each row
+    cu_num_drafts: torch.Tensor  # [batch + 1] int32: where each row's tokens but the first start, and the end
     sample_positions: torch.Tensor  # [batch] int64: of the token that follows each row's first one
     temperature: torch.Tensor  # [batch] float32
     seeds: torch.Tensor  # [batch] int64
@@ -63,7 +62,6 @@ class LaidOutRows:
             cu_query_lens=room(batch + 1, i32),
             context_lens=room(batch, i32),
             cu_num_drafts=room(batch + 1, i32),
-            draft_token_ids=room(num_tokens, i32),
             sample_positions=room(batch, i64),
             temperature=room(batch, f32),
             seeds=room(batch, i64),
@@ -79,7 +77,8 @@ def lay_out_rows(
     slots: torch.Tensor,  # [batch] int32
     starts: torch.Tensor,  # [batch] int64: position of the first token; -1: the slot's last token is the first
     query_lens: torch.Tensor,  # [batch] int32: tokens of each row; 0 for rows behind the last
-    token_ids: torch.Tensor,  # [num_tokens] int32: those of all rows; of a row that starts at -1 the first is ignored
+    first_tokens: torch.Tensor,  # [batch] int32; ignored where a row starts at -1
+    more_tokens: torch.Tensor,  # [n] int32: all rows' tokens but the first, row behind row
     *,
     block_size: int,
     max_query_len: int,
@@ -89,12 +88,11 @@ def lay_out_rows(
 
     Rows without tokens stand behind all others. The blocks of a slot cover all its row's positions.
     """
-    if runs_triton(token_ids):
+    if runs_triton(first_tokens):
         from kernels.step_rows_triton import launch_lay_out_rows
 
-        launch_lay_out_rows(
-            state, slots, starts, query_lens, token_ids, block_size=block_size, max_query_len=max_query_len, out=out
-        )
+        given = (slots, starts, query_lens, first_tokens, more_tokens)
+        launch_lay_out_rows(state, *given, block_size=block_size, max_query_len=max_query_len, out=out)
         return
     num_rows = int((query_lens > 0).sum())
     rows, lens = slots[:num_rows].long(), query_lens[:num_rows].long()
@@ -105,8 +103,9 @@ def lay_out_rows(
     owners = torch.repeat_interleave(torch.arange(num_rows), lens)
     offsets = torch.arange(total) - (ends - lens)[owners]
     positions = first[owners] + offsets
-    takes_last = is_chained[owners] & (offsets == 0)
-    out.token_ids.zero_()[:total] = torch.where(takes_last, state.last_tokens[rows][owners], token_ids[:total])
+    tokens = out.token_ids.zero_()[:total]
+    tokens[offsets == 0] = torch.where(is_chained, state.last_tokens[rows], first_tokens[:num_rows])
+    tokens[offsets > 0] = more_tokens[: total - num_rows]
     out.positions.zero_()[:total] = positions
     blocks = state.block_tables[rows[owners], positions // block_size].long()
     out.slot_mapping.fill_(-1)[:total] = blocks * block_size + positions % block_size
@@ -116,7 +115,6 @@ def lay_out_rows(
     out.context_lens.zero_()[:num_rows] = (first + lens).int()
     out.cu_num_drafts.fill_(total - num_rows)[0] = 0
     out.cu_num_drafts[1 : num_rows + 1] = (lens - 1).cumsum(0).int()
-    out.draft_token_ids[: total - num_rows] = out.token_ids[:total][offsets > 0]
     out.sample_positions.zero_()[:num_rows] = first + 1
     for name in ("temperature", "seeds", "top_k", "top_p", "min_p", "block_tables"):
         getattr(out, name).copy_(getattr(state, name)[slots.long()])

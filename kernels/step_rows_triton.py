@@ -19,7 +19,8 @@ def launch_lay_out_rows(
     slots: torch.Tensor,  # [batch] int32
     starts: torch.Tensor,  # [batch] int64
     query_lens: torch.Tensor,  # [batch] int32
-    token_ids: torch.Tensor,  # [num_tokens] int32
+    first_tokens: torch.Tensor,  # [batch] int32
+    more_tokens: torch.Tensor,  # [n] int32
     *,
     block_size: int,
     max_query_len: int,
@@ -39,7 +40,8 @@ def launch_lay_out_rows(
         slots,
         starts,
         query_lens,
-        token_ids,
+        first_tokens,
+        more_tokens,
         out.token_ids,
         out.positions,
         out.slot_mapping,
@@ -47,7 +49,6 @@ def launch_lay_out_rows(
         out.cu_query_lens,
         out.context_lens,
         out.cu_num_drafts,
-        out.draft_token_ids,
         out.sample_positions,
         out.temperature,
         out.seeds,
@@ -56,7 +57,7 @@ def launch_lay_out_rows(
         out.min_p,
         out.block_tables,
         batch,
-        len(token_ids),
+        len(out.token_ids),
         state.block_tables.stride(0),
         BLOCK_SIZE=block_size,
         ROWS=triton.next_power_of_2(batch),
@@ -79,7 +80,8 @@ def _lay_out_rows_kernel(
     slots_ptr,  # of rows
     starts_ptr,
     query_lens_ptr,
-    given_ptr,  # [num_tokens]
+    first_tokens_ptr,
+    more_tokens_ptr,
     token_ids_ptr,  # written from here on, as `LaidOutRows` has them
     positions_ptr,
     slot_mapping_ptr,
@@ -87,7 +89,6 @@ def _lay_out_rows_kernel(
     cu_query_lens_ptr,
     context_lens_ptr,
     cu_num_drafts_ptr,
-    draft_token_ids_ptr,
     sample_positions_ptr,
     temperature_ptr,
     seeds_ptr,
@@ -118,15 +119,15 @@ def _lay_out_rows_kernel(
     tokens = tl.arange(0, TOKENS)
     is_own = tokens < query_len
     place = first_place + tokens
-    token = tl.load(given_ptr + place, mask=is_own, other=0)
-    token = tl.where((tokens == 0) & is_chained, tl.load(last_tokens_ptr + slot), token)
+    first_token = tl.where(is_chained, tl.load(last_tokens_ptr + slot), tl.load(first_tokens_ptr + row))
+    token = tl.load(more_tokens_ptr + drafts_before + tokens - 1, mask=is_own & (tokens > 0), other=0)
+    token = tl.where(tokens == 0, first_token, token)
     position = start + tokens
     block = tl.load(slot_tables_ptr + slot * table_stride + position // BLOCK_SIZE, mask=is_own, other=0)
     tl.store(token_ids_ptr + place, token, mask=is_own)
     tl.store(positions_ptr + place, position, mask=is_own)
     tl.store(slot_mapping_ptr + place, block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE, mask=is_own)
     tl.store(owners_ptr + place, row + tl.zeros_like(place), mask=is_own)
-    tl.store(draft_token_ids_ptr + drafts_before + tokens - 1, token, mask=is_own & (tokens > 0))
     # What stands behind the last row is shared out among all programs.
     place = row * TOKENS + tokens
     is_padding = (place >= total) & (place < num_tokens)
