@@ -93,8 +93,8 @@ class DrafterLoop:
         return list(answer.token_ids)
 
     def _commit(self, sequence: DraftSequence, draft: list[int]) -> None:
-        sequence.proposed = list(draft)
+        sequence.proposing.propose(draft)
         num_accepted = min(_NUM_ACCEPTED, len(draft) - 1)
         recovered = (draft[num_accepted] + 1 + self._random.randrange(self._vocab_size - 1)) % self._vocab_size
         tokens = [*draft[:num_accepted], recovered]
-        sequence.commit(tokens, sequence.length + len(tokens), sequence.epoch + 1)
+        sequence.commit(tokens, sequence.length + len(tokens), sequence.proposing.epoch + 1)

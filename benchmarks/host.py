@@ -38,9 +38,9 @@ from outrider.v1 import drafter_pb2
 from verifier_service.decode_graph import DecodeGraph, DecodeGraphs
 from verifier_service.engine import VerifierEngine
 from verifier_service.events import Event, LinkUp, ProposalsArrived, SequenceOpened, StepOutput
-from verifier_service.proposal_buffer import parse_proposals
+from verifier_service.proposals import parse_proposals
 from verifier_service.scheduler import Scheduled
-from verifier_service.sequence import LinkKey
+from verifier_service.speculation import LinkKey
 from verifier_service.verify import Verified
 
 K = 4

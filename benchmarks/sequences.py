@@ -6,7 +6,8 @@ import time
 
 from outrider.protocol.sampling_parameters import SamplingParameters
 from outrider.v1 import common_pb2
-from verifier_service.sequence import LinkKey, TargetSequence
+from verifier_service.sequence import TargetSequence
+from verifier_service.speculation import LinkKey, Speculation
 
 
 def speculating_sequence(
@@ -32,7 +33,7 @@ def speculating_sequence(
         num_logprobs=None,
         max_draft_tokens=num_draft_tokens,
         verification=common_pb2.VERIFICATION_UNSPECIFIED,
-        drafter=drafter,
+        speculation=Speculation(drafter),
         traceparent=traceparent,
         request_id=str(number),
         arrived_ns=time.time_ns(),

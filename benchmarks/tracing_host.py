@@ -33,11 +33,11 @@ from outrider.service.telemetry import Telemetry, context_of
 from outrider.v1 import verifier_pb2
 from verifier_service.engine import VerifierEngine
 from verifier_service.events import LinkUp, ProposalsArrived, SequenceOpened, StepOutput
-from verifier_service.proposal_buffer import parse_proposals
+from verifier_service.proposals import parse_proposals
 from verifier_service.scheduler import Scheduled
-from verifier_service.sequence import LinkKey
 from verifier_service.sequence_trace import SequenceTrace
 from verifier_service.session import Session
+from verifier_service.speculation import LinkKey
 from verifier_service.verify import Verified
 
 BATCH = 64

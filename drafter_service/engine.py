@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from drafter_service.drafter import Draft, Drafter, NoDraft
 from drafter_service.metrics import DrafterMetrics
+from drafter_service.proposing import ANSWERED
 from drafter_service.sequence import DraftSequence
 from kernels.limits import MAX_DRAFT_TOKENS
 from outrider.protocol.errors import InvalidArgumentError
@@ -121,7 +122,9 @@ class DrafterEngine:
         """Draft once for everything that wants a draft; sleep when nothing does."""
         start_ns = time.time_ns()
         wanting_by_session = {
-            session_id: [sequence for sequence in session.sequences.values() if sequence.wants_draft]
+            session_id: [
+                sequence for sequence in session.sequences.values() if sequence.proposing.state is not ANSWERED
+            ]
             for session_id, session in self._sessions.items()
         }
         wanting = list(itertools.chain.from_iterable(wanting_by_session.values()))
@@ -150,8 +153,10 @@ class DrafterEngine:
             if self._metrics is not None:
                 self._metrics.refused(frame.no_proposals)
             for sequence in wanting_by_session[session_id]:
-                if sequence.early_verdicts is not None and id(sequence) in by_sequence:
-                    self._take_early_verdicts(session, sequence)
+                for verdict in sequence.proposing.release():
+                    # A bad one drops the sequence, and what follows with it.
+                    if sequence.sequence_id in session.sequences:
+                        self._take_in(session, sequence, *verdict)
         if self._records:
             # Behind the proposals, which somebody waits for.
             emit(DraftRecords(self._records))
@@ -159,7 +164,7 @@ class DrafterEngine:
         if self._metrics is not None and wanting:
             drafts = [len(answer.token_ids) for answer in answers if isinstance(answer, Draft)]
             self._metrics.drafted(drafts, num_sequences=len(wanting), seconds=(end_ns - start_ns) * 1e-9)
-        is_busy = any(sequence.wants_draft for sequence in wanting)
+        is_busy = any(sequence.proposing.state is not ANSWERED for sequence in wanting)
         return 0.0 if is_busy or any(session.refusals for session in self._sessions.values()) else None
 
     def _draft(self, wanting: Sequence[DraftSequence]) -> Sequence[Draft | NoDraft]:
@@ -180,15 +185,14 @@ class DrafterEngine:
         # By attributes: as arguments of `add` they would take a third longer.
         proposal = frame.proposals.add()
         proposal.sequence_id = sequence.sequence_id
-        proposal.epoch = sequence.epoch
+        proposal.epoch = sequence.proposing.epoch
         proposal.position = len(sequence.token_ids)
         proposal.token_ids = pack_tokens(draft.token_ids)
         if draft.candidate_ids is not None and draft.candidate_weights is not None:
             proposal.candidate_ids, proposal.candidate_weights = pack_candidates(
                 draft.candidate_ids, draft.candidate_weights
             )
-        sequence.proposed = list(draft.token_ids)
-        sequence.wants_draft = False
+        sequence.proposing.propose(draft.token_ids)
 
     def _trace(
         self, draft: Draft, spans: StepSpans, start_ns: int, end_ns: int, batch_size: int, num_missing: int
@@ -215,8 +219,7 @@ class DrafterEngine:
     def _refuse(self, session: _Session, frame: drafter_pb2.DraftResponse, answer: NoDraft) -> None:
         sequence = answer.sequence
         if answer.reason == drafter_pb2.NO_PROPOSAL_REASON_NO_MATCH:
-            # The next verdict brings new tokens, and with them perhaps a match.
-            sequence.wants_draft = False
+            sequence.proposing.find_nothing()
         else:
             self._forget(session, sequence.sequence_id)
         frame.no_proposals.add(
@@ -275,27 +278,25 @@ class DrafterEngine:
                 )
             )
             return
-        if sequence.early_verdicts is not None:
-            sequence.early_verdicts.append(verdict)
-            return
-        self._take_in(session, sequence, verdict)
-
-    def _take_early_verdicts(self, session: _Session, sequence: DraftSequence) -> None:
-        early, sequence.early_verdicts = sequence.early_verdicts or (), None
-        for verdict in early:
-            # A bad one drops the sequence, and what follows with it.
-            if sequence.sequence_id in session.sequences:
-                self._take_in(session, sequence, verdict)
-
-    def _take_in(self, session: _Session, sequence: DraftSequence, verdict: drafter_pb2.Verdict) -> None:
-        epoch = sequence.epoch
         try:
             token_ids = self._tokens("verdict.token_ids", verdict.token_ids)
-            sequence.commit(token_ids, verdict.num_committed, verdict.epoch)
         except InvalidArgumentError as error:
             self._drop(session, verdict.sequence_id, error)
-        if self._metrics is not None and sequence.epoch != epoch:
-            self._metrics.rejections.add(sequence.epoch - epoch)
+            return
+        if not sequence.proposing.hold(token_ids, verdict.num_committed, verdict.epoch):
+            self._take_in(session, sequence, token_ids, verdict.num_committed, verdict.epoch)
+
+    def _take_in(
+        self, session: _Session, sequence: DraftSequence, token_ids: list[int], num_committed: int, verdict_epoch: int
+    ) -> None:
+        proposing = sequence.proposing
+        epoch = proposing.epoch
+        try:
+            sequence.commit(token_ids, num_committed, verdict_epoch)
+        except InvalidArgumentError as error:
+            self._drop(session, sequence.sequence_id, error)
+        if self._metrics is not None and proposing.epoch != epoch:
+            self._metrics.rejections.add(proposing.epoch - epoch)
 
     def _tokens(self, field_name: str, data: bytes) -> list[int]:
         try:

@@ -11,7 +11,8 @@ from outrider.protocol.errors import InvalidArgumentError
 from outrider.protocol.sampling_parameters import SamplingParameters
 from outrider.protocol.wire import unpack_tokens
 from outrider.v1 import common_pb2, verifier_pb2
-from verifier_service.sequence import LinkKey, TargetSequence
+from verifier_service.sequence import TargetSequence
+from verifier_service.speculation import LinkKey, Speculation
 
 MAX_LOGPROBS = 20
 
@@ -78,7 +79,7 @@ def parse_opening(
         # More than the graphs hold would slow down everybody who shares a step with it.
         max_draft_tokens=min(message.max_draft_tokens or limits.max_draft_tokens, limits.max_draft_tokens),
         verification=message.verification,
-        drafter=drafter,
+        speculation=Speculation(drafter),
         traceparent=message.traceparent,
         request_id=message.request_id,
         arrived_ns=arrived_ns,

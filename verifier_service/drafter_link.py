@@ -18,8 +18,8 @@ from outrider.service.serving import channel_options
 from outrider.service.wire_bytes import counted
 from outrider.v1 import common_pb2, drafter_pb2, drafter_pb2_grpc, verifier_pb2
 from verifier_service.events import Event, LinkDown, LinkUp, ProposalsArrived
-from verifier_service.proposal_buffer import parse_proposals
-from verifier_service.sequence import LinkKey
+from verifier_service.proposals import parse_proposals
+from verifier_service.speculation import LinkKey
 
 logger = logging.getLogger(__name__)
 

@@ -28,11 +28,11 @@ from verifier_service.events import (
 )
 from verifier_service.gathering import Gathering
 from verifier_service.pipeline import Finished, Pipeline
-from verifier_service.proposal_buffer import ProposalError
 from verifier_service.reporting import Committed, Ran, Reporter
 from verifier_service.scheduler import Scheduled, Scheduler
-from verifier_service.sequence import LinkKey, TargetSequence
+from verifier_service.sequence import TargetSequence
 from verifier_service.sequence_trace import Step
+from verifier_service.speculation import WAITING, LinkKey, ProposalError
 from verifier_service.step_metrics import StepMetrics
 from verifier_service.target import Target
 from verifier_service.verify import Verified, verify, warm_up
@@ -115,7 +115,7 @@ class VerifierEngine:
                 self._links.add(key, max_length)
             case LinkDown(key):
                 self._links.remove(key)
-                for sequence in [s for s in self._sequences.values() if s.drafter == key]:
+                for sequence in [s for s in self._sequences.values() if s.speculation.drafter == key]:
                     self._fall_back(sequence, common_pb2.FALLBACK_REASON_DRAFTER_LOST)
             case LinkRetired(key, is_retired):
                 self._links.retire(key, is_retired=is_retired)
@@ -235,15 +235,16 @@ class VerifierEngine:
         if sequence.trace is not None:
             sequence.trace.queued(sequence.arrived_ns, sequence.scheduled_ns, len(self._scheduler.running))
             self._reporter.take_records(sequence, self._output)
-        if sequence.drafter is None:
+        drafter = sequence.speculation.drafter
+        if drafter is None:
             return
-        if not self._links.is_up(sequence.drafter):
-            sequence.fall_back(common_pb2.FALLBACK_REASON_DRAFTER_LOST)
+        if not self._links.is_up(drafter):
+            self._fall_back(sequence, common_pb2.FALLBACK_REASON_DRAFTER_LOST)
         elif self._links.is_outgrown_by(sequence):
-            sequence.fall_back(common_pb2.FALLBACK_REASON_DRAFTER_MAX_LENGTH)
+            self._fall_back(sequence, common_pb2.FALLBACK_REASON_DRAFTER_MAX_LENGTH)
         else:
             self._by_link_id[sequence.link_sequence_id] = sequence
-            self._output.link(sequence.drafter).opens.append(self._links.opening(sequence))
+            self._output.link(drafter).opens.append(self._links.opening(sequence))
 
     def _take_proposals(
         self,
@@ -261,8 +262,9 @@ class VerifierEngine:
             try:
                 if isinstance(drafts, ProposalError):
                     raise drafts
-                if sequence.waiting_since is not None and sequence.waiting_since < awaited_since:
-                    awaited_since = sequence.waiting_since
+                speculation = sequence.speculation
+                if speculation.state is WAITING and speculation.since < awaited_since:
+                    awaited_since = speculation.since
                 num_stale += self._links.take(sequence, proposal, drafts, now)
                 if sequence.trace is not None:
                     sequence.trace.drafted(draft_seconds)
@@ -288,7 +290,7 @@ class VerifierEngine:
     def _drafted_by(self, key: LinkKey, link_sequence_id: int) -> TargetSequence | None:
         """The sequence, unless it has ended, has left its drafter, or is another drafter's."""
         sequence = self._by_link_id.get(link_sequence_id)
-        return sequence if sequence is not None and sequence.drafter == key else None
+        return sequence if sequence is not None and sequence.speculation.drafter == key else None
 
     def _give_up_waiting(self) -> None:
         silent = self._links.silent(self._scheduler.running)
@@ -345,32 +347,32 @@ class VerifierEngine:
         if finish_reason:
             self._remove(sequence)
         else:
-            if sequence.drafter is not None:
+            if sequence.speculation.drafter is not None:
                 self._tell_drafter(sequence, token_ids, now)
             self._target.blocks.shrink(sequence.block_ids, length)
-        committed = Committed(
-            step, part, verified, position, token_ids, finish_reason, sequence.draft_wait, sequence.proposal_bytes
-        )
-        # The next proposal may come before this step is reported.
-        sequence.draft_wait, sequence.proposal_bytes = 0.0, 0
-        return committed
+        # Taken now: the next proposal may come before this step is reported.
+        draft_wait, proposal_bytes = sequence.speculation.take_measured()
+        return Committed(step, part, verified, position, token_ids, finish_reason, draft_wait, proposal_bytes)
 
     def _tell_drafter(self, sequence: TargetSequence, token_ids: list[int], now: float) -> None:
-        assert sequence.drafter is not None
-        sequence.proposals.commit(token_ids)
-        if not sequence.proposals.waiting.token_ids and self._links.is_outgrown_by(sequence):
+        speculation = sequence.speculation
+        assert speculation.drafter is not None
+        speculation.commit(token_ids, now, has_room=len(sequence.token_ids) + 1 < sequence.length_limit)
+        if not speculation.drafts.token_ids and self._links.is_outgrown_by(sequence):
             self._fall_back(sequence, common_pb2.FALLBACK_REASON_DRAFTER_MAX_LENGTH)
             return
-        self._links.tell(self._output.link(sequence.drafter), sequence, token_ids, now)
+        self._links.tell(self._output.link(speculation.drafter), sequence, token_ids)
 
     def _fall_back(self, sequence: TargetSequence, reason: common_pb2.FallbackReason) -> None:
+        """The one way from a drafter to none; the gateway is told, and the drafter, which may still draft for it."""
         self._leave_drafter(sequence)
         sequence.fall_back(reason)
 
     def _leave_drafter(self, sequence: TargetSequence) -> None:
         is_known = self._by_link_id.pop(sequence.link_sequence_id, None) is not None
-        if is_known and sequence.drafter is not None and self._links.is_up(sequence.drafter):
-            self._output.link(sequence.drafter).closes.add(sequence_id=sequence.link_sequence_id)
+        drafter = sequence.speculation.drafter
+        if is_known and drafter is not None and self._links.is_up(drafter):
+            self._output.link(drafter).closes.add(sequence_id=sequence.link_sequence_id)
 
     def _fail(
         self, sequence: TargetSequence, code: grpc.StatusCode, message: str, *, retry_delay_seconds: float = 0.0

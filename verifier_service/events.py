@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from engine.draft_tokens import DraftTokens
 from outrider.service.step_spans import EventRecord, SpanRecord
 from outrider.v1 import drafter_pb2, verifier_pb2
-from verifier_service.proposal_buffer import ProposalError
-from verifier_service.sequence import LinkKey, TargetSequence
+from verifier_service.sequence import TargetSequence
+from verifier_service.speculation import LinkKey, ProposalError
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping
 
-from verifier_service.sequence import LinkKey, TargetSequence
+from verifier_service.sequence import TargetSequence
+from verifier_service.speculation import LinkKey
 
 # In units of the usual time from a step's beginning to the proposals that answer it.
 PATIENCE = 1.5

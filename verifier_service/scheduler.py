@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from engine.block_manager import BlockManager
 from kernels.limits import MAX_DRAFT_TOKENS
 from verifier_service.gathering import Gathering
-from verifier_service.sequence import LinkKey, TargetSequence
+from verifier_service.sequence import TargetSequence
+from verifier_service.speculation import JOINING, LATE, READY, WAITING, LinkKey
 
 # A prompt that got nothing for so many steps no longer stands behind those that decode.
 MAX_STEPS_LEFT_OUT = 4
@@ -120,7 +121,7 @@ class Scheduler:
         for sequence in self.running:
             if sequence.is_in_flight:
                 has_chains = has_chains or sequence.can_chain
-            if sequence.drafter is not None or (not sequence.is_in_flight and sequence.num_missing > 1):
+            if sequence.speculation.drafter is not None or (not sequence.is_in_flight and sequence.num_missing > 1):
                 return False
         return has_chains and not (self.waiting and len(self.running) < self._max_running)
 
@@ -174,21 +175,24 @@ class Scheduler:
         missing_drafters: list[LinkKey] = []  # for each that should wait for a proposal, or whose step is in flight
         for place, sequence in enumerate(self.running):
             length = len(sequence.token_ids)
-            # As `is_speculating` says, and below `_num_drafts`; a drafter that cannot help any more counts for none.
-            can_speculate = sequence.num_committed_here and length + 1 < sequence.length_limit
-            drafter = sequence.drafter if can_speculate else None
+            speculation = sequence.speculation
+            state = speculation.state
+            # A drafter that cannot help any more counts for none, nor does one for the first token.
+            can_speculate = state is not JOINING and length + 1 < sequence.length_limit
+            drafter = speculation.drafter if can_speculate else None
             num_speculating += drafter is not None
             if sequence.num_in_flight:
                 # Who goes on without a late drafter is not waited for either.
-                if drafter is not None and sequence.behind_since is None:
+                if drafter is not None and state is not LATE:
                     missing_drafters.append(drafter)
                 continue
             num_drafts, is_prompt = 0, length - sequence.num_computed > 1
             if drafter is not None and not is_prompt:
-                if num_drafts := len(sequence.proposals.waiting.token_ids):
+                if state is READY:
+                    num_drafts = len(speculation.drafts.token_ids)
                     if num_drafts > (most := sequence.num_wanted_drafts):
                         num_drafts = most
-                elif sequence.is_waiting_for_proposal:
+                elif state is WAITING:
                     missing_drafters.append(drafter)
                     continue
             if (gathers_with := sequence.gathers_with) is not None:
@@ -223,11 +227,12 @@ class Scheduler:
     def _fit(self, sequence: TargetSequence, budget: int, num_drafts: int) -> Scheduled | None:
         """The sequence's part of a step with `budget` tokens left; None when there is no room for any."""
         num_missing = len(sequence.token_ids) - sequence.num_computed
-        if num_missing == 1 and num_drafts < budget and (num_drafts or not sequence.is_waiting_for_proposal):
+        is_waiting = sequence.speculation.state is WAITING
+        if num_missing == 1 and num_drafts < budget and not is_waiting:
             return Scheduled(sequence, 1, num_drafts, True)
         # A preempted sequence may be computed anew while its drafter works, but not past the point where it would
         # sample without the proposal that it is waiting for.
-        num_ready = num_missing - 1 if sequence.is_waiting_for_proposal else num_missing
+        num_ready = num_missing - 1 if is_waiting else num_missing
         num_new = min(num_ready, budget)
         is_sampled = num_new == num_missing
         if is_sampled and num_new + num_drafts > budget:
@@ -272,4 +277,5 @@ class Scheduler:
 
 def _num_drafts(sequence: TargetSequence) -> int:
     """Draft tokens at hand that a step could verify."""
-    return min(len(sequence.proposals), sequence.num_wanted_drafts) if sequence.is_speculating else 0
+    speculation = sequence.speculation
+    return min(len(speculation.drafts.token_ids), sequence.num_wanted_drafts) if speculation.state is READY else 0

@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from engine.block_manager import BlockTable
 from kernels.penalties import TokenHistory
 from outrider.protocol.sampling_parameters import SamplingParameters
 from outrider.service.logs import Subject
 from outrider.v1 import common_pb2, generation_pb2
-from verifier_service.proposal_buffer import ProposalBuffer
 from verifier_service.sequence_trace import SequenceTrace
-
-
-class LinkKey(NamedTuple):
-    """One connection to a drafter. A drafter that was lost and found again has a new incarnation."""
-
-    address: str
-    incarnation: int
+from verifier_service.speculation import JOINING, LATE, LinkKey, Speculation
 
 
 @dataclass(eq=False, slots=True)  # slots: a step reads some thousand attributes
@@ -44,7 +36,7 @@ class TargetSequence:
     num_logprobs: int | None
     max_draft_tokens: int  # at least 1
     verification: common_pb2.Verification
-    drafter: LinkKey | None
+    speculation: Speculation
     traceparent: str
     request_id: str
     arrived_ns: int
@@ -54,7 +46,6 @@ class TargetSequence:
     # None unless the request's trace is sampled.
     trace: SequenceTrace | None = None
     fallbacks: list[common_pb2.Fallback] = field(default_factory=list)  # not yet reported
-    proposals: ProposalBuffer = field(default_factory=ProposalBuffer)
     num_computed: int = 0
     block_ids: BlockTable = field(default_factory=BlockTable)
     # Tokens committed here, as opposed to those that came with the sequence.
@@ -64,35 +55,20 @@ class TargetSequence:
     # Step, and place in it, of its last part.
     last_turn: tuple[int, int] = (0, 0)
     num_preemptions: int = 0
-    # Monotonic time since which the sequence has been waiting for a proposal; None while it is not.
-    waiting_since: float | None = None
-    # How long the last wait took, seconds, and what the drafter sent, bytes: for the trace.
-    draft_wait: float = 0.0
-    proposal_bytes: int = 0
-    # The position for which the drafter found nothing.
-    plain_position: int = -1
-    # Monotonic time at which the drafter turned out to be late; None as soon as it has answered. Until then nothing
-    # waits for it: a drafter that is busy with a long prompt must not slow the target down.
-    behind_since: float | None = None
-    num_late_in_a_row: int = 0
-    has_had_proposal: bool = False
     # Steps that were launched with it and have not come back: two where the second takes its token from the first.
     num_in_flight: int = 0
     # Whether nobody had drafts in the last step that was launched with it: only such a step leaves its token on the
     # device. Noted then, as the sequence may lose its drafter while the step is in flight.
     was_launched_plainly: bool = False
-    # Monotonic time at which the last step began, until a proposal answers its verdict.
+    # Gathering's own: monotonic time at which the last step began, until a proposal answers its verdict.
     step_began: float | None = None
     # Ended or closed: what a step in flight finds for it is nobody's.
     is_over: bool = False
 
-    # Stays when the sequence has left its drafter.
-    drafter_address: str = field(init=False)
     # Tokens that end the sequence.
     last_token_ids: frozenset[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.drafter_address = self.drafter.address if self.drafter is not None else ""
         self.last_token_ids = self.eos_token_ids | self.stop_token_ids
 
     @property
@@ -130,33 +106,10 @@ class TargetSequence:
         return (
             self.num_in_flight == 1
             and self.was_launched_plainly
-            and self.drafter is None
+            and self.speculation.drafter is None
             and self.history is None
             and self.num_logprobs is None
             and self.length + 1 < self.length_limit
-        )
-
-    @property
-    def is_speculating(self) -> bool:
-        """Whether a proposal is worth waiting for at this position.
-
-        Not for the first token: it falls to the prompt's own last row, so that whether a proposal had arrived by then
-        cannot change what is sampled.
-        """
-        return (
-            self.drafter is not None
-            and self.num_committed_here > 0
-            and len(self.token_ids) + 1 < self.length_limit  # as `num_wanted_drafts` says
-        )
-
-    @property
-    def is_waiting_for_proposal(self) -> bool:
-        """Whether the next step should not sample before the drafter has answered."""
-        return (
-            not self.proposals.waiting.token_ids
-            and self.behind_since is None
-            and self.plain_position != len(self.token_ids)
-            and self.is_speculating
         )
 
     @property
@@ -166,9 +119,10 @@ class TargetSequence:
         A prompt and its first token do not wait, nor does who goes on without a late drafter. Who needs no proposal,
         for a last token or where there is no match, does: alone it would take a step as long as that of all others.
         """
-        if not self.num_committed_here or self.behind_since is not None or self.num_missing > 1:
+        speculation = self.speculation
+        if speculation.state is JOINING or speculation.state is LATE or self.num_missing > 1:
             return None
-        return self.drafter
+        return speculation.drafter
 
     def cut(self, token_ids: list[int]) -> tuple[list[int], generation_pb2.FinishReason]:
         """What of newly sampled tokens the sequence keeps, and why it ends there (UNSPECIFIED: it does not)."""
@@ -185,9 +139,6 @@ class TargetSequence:
         return token_ids, generation_pb2.FINISH_REASON_UNSPECIFIED
 
     def fall_back(self, reason: common_pb2.FallbackReason) -> None:
-        """Go on without a drafter, for good."""
-        self.drafter = None
-        self.waiting_since = None
-        self.behind_since = None
-        self.proposals.clear()
+        """Go on without a drafter, and note what the gateway is to be told."""
+        self.speculation.leave()
         self.fallbacks.append(common_pb2.Fallback(reason=reason, position=self.length))

@@ -210,7 +210,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         except OutriderError as error:
             self._thread.post(OpeningRefused(session.session_id, opening.sequence_id, _sequence_error(error)))
             return
-        if sequence.drafter is None:
+        if sequence.speculation.drafter is None:
             sequence.fall_back(_reason_without_drafter(opening, link))
         sequence.traceparent = session.start_span(opening)
         if session.is_tracing(opening.sequence_id):

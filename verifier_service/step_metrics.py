@@ -80,7 +80,7 @@ class StepMetrics:
             part, num_tokens, num_accepted = outcome.part, len(outcome.token_ids), outcome.verified.num_accepted
             if num_accepted > num_tokens:
                 num_accepted = num_tokens
-            key = (part.sequence.drafter_address, part.num_drafts, num_accepted, num_tokens)
+            key = (part.sequence.speculation.address, part.num_drafts, num_accepted, num_tokens)
             alike[key] = alike.get(key, 0) + 1
             if outcome.draft_wait:
                 waits.append(outcome.draft_wait)

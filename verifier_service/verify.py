@@ -59,7 +59,7 @@ def launch(target: Target, batch: Sequence[Scheduled]) -> Launched | None:
         return None
     drafts = []
     for part in batch:
-        drafts.append(draft := part.sequence.proposals.peek(part.num_drafts))
+        drafts.append(draft := part.sequence.speculation.peek(part.num_drafts))
         if not _fits(target.graphs, part, draft):
             return None
     is_chained = [part.is_chained for part in batch]
@@ -68,7 +68,7 @@ def launch(target: Target, batch: Sequence[Scheduled]) -> Launched | None:
 
 def verify(target: Target, batch: Sequence[Scheduled]) -> list[Verified | None]:
     """Run a step. The answer has an entry for each part of the batch, None for inner chunks of prompts."""
-    drafts = [part.sequence.proposals.peek(part.num_drafts) for part in batch]
+    drafts = [part.sequence.speculation.peek(part.num_drafts) for part in batch]
     results: list[Verified | None] = [None] * len(batch)
     # Decoding replays a graph; chunks of prompts and what else has no graph follow in a pass of their own, which is
     # launched while the device works on the graph.

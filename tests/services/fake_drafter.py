@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 
+from drafter_service.proposing import ANSWERED
 from drafter_service.scripted_drafter import Script
 from drafter_service.sequence import DraftSequence
 from kernels.random import RANDOM_SCHEME
@@ -79,19 +80,19 @@ class FakeDrafter:
                     # What the hook sent has misled the verifier.
                     del sequences[verdict.sequence_id]
                     yield refusal(sequence, drafter_pb2.NO_PROPOSAL_REASON_BAD_MESSAGE)
-            for sequence in [sequence for sequence in sequences.values() if sequence.wants_draft]:
+            for sequence in [one for one in sequences.values() if one.proposing.state is not ANSWERED]:
                 for wire in await self._propose(sequence):
                     yield wire
 
     async def _propose(self, sequence: DraftSequence) -> Iterable[Wire]:
         tokens = list(self.script(sequence.token_ids, sequence.max_draft_tokens))
-        sequence.wants_draft = False
         if not tokens:
+            sequence.proposing.find_nothing()
             return [refusal(sequence, drafter_pb2.NO_PROPOSAL_REASON_NO_MATCH)]
-        sequence.proposed = tokens
+        sequence.proposing.propose(tokens)
         proposal = drafter_pb2.Proposal(
             sequence_id=sequence.sequence_id,
-            epoch=sequence.epoch,
+            epoch=sequence.proposing.epoch,
             position=sequence.length,
             token_ids=pack_tokens(tokens),
         )

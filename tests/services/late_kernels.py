@@ -38,7 +38,7 @@ from engine.model_runner import ModelRunner
 from engine.sampling_tensors import new_history
 from kernels.dispatch import interpreted_kernels
 from outrider.protocol.sampling_parameters import SamplingParameters
-from tests.services.sequences import target_sequence
+from tests.services.sequences import arrive, target_sequence
 from verifier_service import verify as verification
 from verifier_service.decode_graph import DecodeGraphs
 from verifier_service.scheduler import Scheduled
@@ -167,9 +167,9 @@ def draft(runner: ModelRunner, launches: Launches, rng: np.random.Generator) -> 
             for answer in drafter.draft(sequences):
                 assert isinstance(answer, Draft)
                 sequence, count = answer.sequence, int(rng.integers(0, K + 1))
-                sequence.proposed = list(answer.token_ids)
+                sequence.proposing.propose(answer.token_ids)
                 verdict = [*answer.token_ids[:count], 1]
-                sequence.commit(verdict, sequence.length + len(verdict), sequence.epoch)
+                sequence.commit(verdict, sequence.length + len(verdict), sequence.proposing.epoch)
                 # The end of a chunk that the budget cut, and what came while the opening was not answered.
                 sequence.num_computed -= min(sequence.num_computed, int(rng.choice([0, 0, 4, 11])))
         for sequence in sequences:
@@ -222,7 +222,7 @@ def random_part(
         width = int(rng.choice([0, 64, CANDIDATES]))
         ids = np.tile(np.arange(width, dtype=np.int32), (num_drafts, 1))
         rows = DraftRows(np.zeros(num_drafts, np.int32), ids, np.full(ids.shape, 512, np.uint16))
-        sequence.proposals.offer(0, length, DraftTokens([0] * num_drafts, rows), sequence.token_ids)
+        arrive(sequence, DraftTokens([0] * num_drafts, rows))
     return Scheduled(sequence, num_missing, num_drafts, is_sampled=True)
 
 

@@ -11,7 +11,8 @@ import numpy as np
 from engine.draft_tokens import DraftRows, DraftTokens
 from outrider.protocol.sampling_parameters import SamplingParameters
 from outrider.v1 import common_pb2
-from verifier_service.sequence import LinkKey, TargetSequence
+from verifier_service.sequence import TargetSequence
+from verifier_service.speculation import LinkKey, Speculation
 
 LINK = LinkKey("drafter:1", 1)
 VOCABULARY = 64
@@ -19,7 +20,9 @@ VOCABULARY = 64
 _ids = itertools.count(1)
 
 
-def target_sequence(length: int = 4, *, length_limit: int = 64, **fields: Any) -> TargetSequence:
+def target_sequence(
+    length: int = 4, *, length_limit: int = 64, drafter: LinkKey | None = LINK, **fields: Any
+) -> TargetSequence:
     """A greedy sequence that has just arrived, with a drafter unless told otherwise."""
     number = next(_ids)
     defaults = {
@@ -35,7 +38,7 @@ def target_sequence(length: int = 4, *, length_limit: int = 64, **fields: Any) -
         "num_logprobs": None,
         "max_draft_tokens": 4,
         "verification": common_pb2.VERIFICATION_UNSPECIFIED,
-        "drafter": LINK,
+        "speculation": Speculation(drafter),
         "traceparent": "",
         "request_id": f"request {number}",
         "arrived_ns": 0,
@@ -47,14 +50,19 @@ def target_sequence(length: int = 4, *, length_limit: int = 64, **fields: Any) -
 def propose(sequence: TargetSequence, tokens: Sequence[int]) -> None:
     """Let a one-hot proposal arrive behind what the sequence has."""
     none = np.empty((len(tokens), 0), np.int32)
-    drafts = DraftTokens(list(tokens), DraftRows(np.array(tokens, np.int32), none, none))
-    position = sequence.length + len(sequence.proposals)
-    sequence.proposals.offer(sequence.proposals.epoch, position, drafts, sequence.token_ids)
+    arrive(sequence, DraftTokens(list(tokens), DraftRows(np.array(tokens, np.int32), none, none)))
 
 
-def commit(sequence: TargetSequence, tokens: Sequence[int], num_accepted: int) -> None:
+def arrive(sequence: TargetSequence, drafts: DraftTokens, now: float = 0.0) -> None:
+    """Let a proposal arrive behind what the sequence has."""
+    speculation = sequence.speculation
+    position = sequence.length + len(speculation.drafts)
+    speculation.arrive(speculation.epoch, position, drafts, sequence.token_ids, now)
+
+
+def commit(sequence: TargetSequence, tokens: list[int], num_accepted: int) -> None:
     """What the engine does to a sequence after a step that reached its end."""
     sequence.num_computed += num_accepted
     sequence.token_ids.extend(tokens)
     sequence.num_committed_here += len(tokens)
-    sequence.proposals.commit(tokens)
+    sequence.speculation.commit(tokens, 0.0, has_room=sequence.length + 1 < sequence.length_limit)

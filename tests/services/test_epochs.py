@@ -1,4 +1,4 @@
-"""Drafter and verifier reach the same decisions, whatever the delays between them."""
+"""Drafter and verifier reach the same decisions, whatever happens to them and to what travels between them."""
 
 from __future__ import annotations
 
@@ -6,115 +6,189 @@ import random
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
+import numpy as np
 import pytest
 
+from drafter_service.proposing import ANSWERED, OPENED
 from drafter_service.sequence import DraftSequence
-from engine.draft_tokens import DraftTokens
-from outrider.protocol.errors import InvalidArgumentError
+from engine.draft_tokens import DraftRows, DraftTokens
+from outrider.protocol.epochs import first_difference
 from outrider.protocol.sampling_parameters import SamplingParameters
-from outrider.protocol.wire import pack_tokens, unpack_tokens
-from outrider.v1 import drafter_pb2
-from verifier_service.proposal_buffer import ProposalBuffer, parse_proposals
+from verifier_service.speculation import (
+    ALONE,
+    JOINING,
+    LATE,
+    MAX_TIMEOUTS_BEHIND,
+    PLAIN,
+    READY,
+    WAITING,
+    LinkKey,
+    Speculation,
+)
 
 VOCABULARY = 3  # so small that proposals are often right by chance
-
-
-def draft_sequence(token_ids: list[int], max_draft_tokens: int = 4) -> DraftSequence:
-    return DraftSequence(
-        sequence_id=1,
-        token_ids=list(token_ids),
-        num_prompt_tokens=len(token_ids),
-        sampling=SamplingParameters(),
-        max_draft_tokens=max_draft_tokens,
-        wants_candidates=False,
-    )
-
-
-def test_a_verdict_that_agrees_leaves_the_rest_of_the_proposal() -> None:
-    sequence = draft_sequence([1, 2])
-    sequence.proposed, sequence.wants_draft, sequence.num_computed = [0, 1, 2], False, 4
-    sequence.commit([0], 3, 0)
-    assert (sequence.epoch, sequence.proposed, sequence.wants_draft) == (0, [1, 2], False)
-    assert sequence.num_computed == 4
-    sequence.commit([1, 2, 2], 6, 0)
-    assert (sequence.epoch, sequence.proposed, sequence.wants_draft) == (0, [], True)
-    assert sequence.num_computed == 4
-
-
-def test_a_verdict_that_differs_truncates_to_the_committed_prefix() -> None:
-    """Catches a drafter that goes on with keys and values of tokens that were rejected."""
-    sequence = draft_sequence([1, 2])
-    sequence.proposed, sequence.wants_draft, sequence.num_computed = [0, 1, 2], False, 4
-    sequence.commit([0, 2], 4, 0)
-    assert (sequence.epoch, sequence.proposed, sequence.wants_draft) == (1, [], True)
-    assert sequence.num_computed == 3
+TIMEOUT = 1.0
 
 
 @pytest.mark.parametrize(
-    ("token_ids", "num_committed", "epoch", "field"),
-    [([], 2, 0, "token_ids"), ([0], 4, 0, "num_committed"), ([0], 2, 0, "num_committed"), ([0], 3, 1, "epoch")],
+    ("proposed", "committed", "difference"),
+    [
+        ([], [], None),
+        ([], [1], None),
+        ([1], [], None),
+        ([1, 2, 3], [1], None),
+        ([1], [1, 2, 3], None),
+        ([1, 2], [1, 2], None),
+        ([2], [1], 0),
+        ([1, 2], [1, 3], 1),
+        ([1, 2, 3], [1, 2, 4, 3, 9], 2),
+        ([1, 2, 3, 9], [1, 2, 4], 2),
+        ([1, 5, 6], [1, 2, 3], 1),
+    ],
 )
-def test_a_verdict_that_contradicts_what_went_before(
-    token_ids: list[int], num_committed: int, epoch: int, field: str
-) -> None:
-    with pytest.raises(InvalidArgumentError, match=f"verdict.{field}"):
-        draft_sequence([1, 2]).commit(token_ids, num_committed, epoch)
+def test_the_rule(proposed: list[int], committed: list[int], difference: int | None) -> None:
+    assert first_difference(proposed, committed) == difference
+
+
+@dataclass(frozen=True)
+class Opened:
+    token_ids: list[int]
+
+
+@dataclass(frozen=True)
+class Verdict:
+    token_ids: list[int]
+    num_committed: int
+    epoch: int
+
+
+@dataclass(frozen=True)
+class Proposal:
+    epoch: int
+    position: int
+    drafts: DraftTokens
+
+
+@dataclass(frozen=True)
+class NoProposal:
+    position: int
+    is_final: bool
 
 
 @dataclass
+class Drafter:
+    """One incarnation of the drafter's side, with the two channels to it: first in, first out."""
+
+    key: LinkKey
+    to_drafter: deque[Opened | Verdict] = field(default_factory=deque)
+    to_verifier: deque[Proposal | NoProposal] = field(default_factory=deque)
+    # None before the opening has arrived, and when the drafter has refused.
+    sequence: DraftSequence | None = None
+
+
 class Simulation:
-    """Both sides of one sequence, with a queue in each direction whose messages arrive when chance wants it.
+    """Both sides of one sequence. Each draft token's candidate stands for what it was drafted behind."""
 
-    A proposal carries, beside the wire, the prefix that it was really drafted from.
-    """
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.now = 0.0
+        self.committed = [self.random.randrange(VOCABULARY) for _ in range(self.random.randint(1, 3))]
+        self.num_joined = 0
+        self.length_limit = self.random.choice([12, 1000])
+        self.contexts: list[list[int]] = []  # by candidate
+        self.in_flight: list[int] | None = None  # the draft tokens of the step that the device works on
+        self.seen: Counter[str] = Counter()
+        self.join(Speculation)
 
-    random: random.Random
-    committed: list[int]
-    drafter: DraftSequence = field(init=False)
-    buffer: ProposalBuffer = field(default_factory=ProposalBuffer)
-    to_verifier: deque[tuple[drafter_pb2.Proposal, list[int]]] = field(default_factory=deque)
-    to_drafter: deque[drafter_pb2.Verdict] = field(default_factory=deque)
-    # The prefix of each buffered draft token.
-    prefixes: list[list[int]] = field(default_factory=list)
-    seen: Counter[str] = field(default_factory=Counter)
+    def join(self, begin: type[Speculation]) -> None:
+        self.num_joined += 1
+        self.drafter = Drafter(LinkKey("drafter", self.num_joined))
+        self.speculation = begin(self.drafter.key)
+        self.drafter.to_drafter.append(Opened(list(self.committed)))
 
-    def __post_init__(self) -> None:
-        self.drafter = draft_sequence(self.committed, max_draft_tokens=self.random.randint(1, 5))
+    def leave(self, reason: str) -> None:
+        self.speculation.leave()
+        self.seen[reason] += 1
 
-    def draft(self) -> None:
-        if not self.drafter.wants_draft:
+    # What the drafter does.
+
+    def draft(self, *, always: bool = False) -> None:
+        sequence = self.drafter.sequence
+        if sequence is None or sequence.proposing.state is ANSWERED:
             return
-        tokens = [self.random.randrange(VOCABULARY) for _ in range(self.random.randint(1, 5))]
-        self.drafter.proposed, self.drafter.wants_draft = list(tokens), False
-        message = drafter_pb2.Proposal(
-            epoch=self.drafter.epoch, position=self.drafter.length, token_ids=pack_tokens(tokens)
-        )
-        self.to_verifier.append((message, list(self.drafter.token_ids)))
-
-    def deliver_proposal(self) -> None:
-        if not self.to_verifier:
+        proposing = sequence.proposing
+        luck = self.random.random() if not always else 0.0
+        if luck < 0.75:
+            tokens = [self.random.randrange(VOCABULARY) for _ in range(self.random.randint(1, 5))]
+            proposing.propose(tokens)
+            first = len(self.contexts)
+            self.contexts += [sequence.token_ids + tokens[:index] for index in range(len(tokens))]
+            serials = np.arange(first, len(self.contexts), dtype=np.int32)[:, None]
+            rows = DraftRows(np.array(tokens, np.int32), serials, np.zeros(serials.shape, np.int32))
+            self.drafter.to_verifier.append(Proposal(proposing.epoch, sequence.length, DraftTokens(tokens, rows)))
+        elif luck < 0.98:
+            proposing.find_nothing()
+            self.drafter.to_verifier.append(NoProposal(sequence.length, is_final=False))
+        else:
+            self.drafter.sequence = None
+            self.drafter.to_verifier.append(NoProposal(sequence.length, is_final=True))
             return
-        message, prefix = self.to_verifier.popleft()
-        before = len(self.buffer)
-        is_late = len(self.committed) > message.position
-        tokens = unpack_tokens(message.token_ids)
-        (drafts,) = parse_proposals([message], VOCABULARY)
-        assert isinstance(drafts, DraftTokens)
-        self.buffer.offer(message.epoch, message.position, drafts, self.committed)
-        num_fresh = len(self.buffer) - before
-        self.prefixes += [prefix + tokens[:index] for index in range(len(tokens) - num_fresh, len(tokens))]
+        for verdict in proposing.release():
+            sequence.commit(*verdict)
+
+    def deliver_to_drafter(self) -> None:
+        if not self.drafter.to_drafter:
+            return
+        message, sequence = self.drafter.to_drafter.popleft(), self.drafter.sequence
+        if isinstance(message, Opened):
+            self.drafter.sequence = DraftSequence(
+                sequence_id=1,
+                token_ids=list(message.token_ids),
+                num_prompt_tokens=1,
+                sampling=SamplingParameters(),
+                max_draft_tokens=5,
+                wants_candidates=True,
+            )
+        elif sequence is not None:
+            verdict = (message.token_ids, message.num_committed, message.epoch)
+            if not sequence.proposing.hold(*verdict):
+                sequence.commit(*verdict)
+
+    # What the verifier does.
+
+    def deliver_to_verifier(self) -> None:
+        if not self.drafter.to_verifier:
+            return
+        message, speculation = self.drafter.to_verifier.popleft(), self.speculation
+        if isinstance(message, NoProposal):
+            if message.is_final:
+                self.leave("refused")
+            else:
+                self.seen["nothing found" if message.position == len(self.committed) else "nothing, too late"] += 1
+                speculation.find_nothing(message.position, self.committed, self.now)
+            return
+        is_late, num_held = len(self.committed) > message.position, len(speculation.drafts)
+        num_stale = speculation.arrive(message.epoch, message.position, message.drafts, self.committed, self.now)
+        num_fresh = len(speculation.drafts) - num_held
+        assert num_fresh == len(message.drafts) - num_stale
         self.seen["late and useful" if is_late and num_fresh else "late and useless" if is_late else "in time"] += 1
 
-    def deliver_verdict(self) -> None:
-        if self.to_drafter:
-            verdict = self.to_drafter.popleft()
-            self.drafter.commit(unpack_tokens(verdict.token_ids), verdict.num_committed, verdict.epoch)
+    def launch(self) -> None:
+        """As the scheduler does: never while it waits."""
+        speculation = self.speculation
+        if self.in_flight is not None or speculation.state is WAITING or len(self.committed) >= self.length_limit:
+            return
+        drafts = speculation.peek(self.random.randint(0, 4) if speculation.state is READY else 0)
+        for index, (token_id, (serial,)) in enumerate(zip(drafts.token_ids, drafts.candidate_ids, strict=True)):
+            # What the acceptance test relies on: it was drafted behind exactly what stands before it now.
+            assert self.contexts[serial] == self.committed + drafts.token_ids[:index]
+            assert drafts.rows.token_ids[drafts.first_row + index] == token_id
+        self.in_flight = drafts.token_ids
 
-    def verify(self) -> None:
-        drafts = self.buffer.peek(self.random.randint(0, 4)).token_ids
-        for index in range(len(drafts)):
-            # What the acceptance test relies on: the draft token was made behind exactly what stands before it now.
-            assert self.prefixes[index] == self.committed + drafts[:index]
+    def come_back(self) -> None:
+        if self.in_flight is None:
+            return
+        drafts, self.in_flight = self.in_flight, None
         num_accepted = self.random.randint(0, len(drafts))
         last = self.random.randrange(VOCABULARY)
         if num_accepted < len(drafts):
@@ -123,38 +197,106 @@ class Simulation:
         self.seen["rejected" if num_accepted < len(drafts) else "accepted" if drafts else "plain"] += 1
         new = [*drafts[:num_accepted], last]
         self.committed += new
-        num_buffered = len(self.buffer)
-        self.buffer.commit(new)
-        self.prefixes = self.prefixes[num_buffered - len(self.buffer) :] if len(self.buffer) else []
-        self.to_drafter.append(
-            drafter_pb2.Verdict(epoch=self.buffer.epoch, num_committed=len(self.committed), token_ids=pack_tokens(new))
-        )
+        if self.speculation.state is ALONE:
+            return
+        self.speculation.commit(new, self.now, has_room=len(self.committed) + 1 < self.length_limit)
+        self.drafter.to_drafter.append(Verdict(new, len(self.committed), self.speculation.epoch))
+
+    def turn_the_clock(self) -> None:
+        self.now += self.random.choice([0.125, 0.5, 1.0, 1.0])
+        if self.speculation.give_up_waiting(self.now, TIMEOUT):
+            self.seen["late"] += 1
+        if self.speculation.is_hopeless(self.now, TIMEOUT):
+            self.leave("hopeless")
+
+    def change_the_drafter(self) -> None:
+        if self.speculation.state is ALONE:
+            self.join(lambda key: Speculation.joined(key, self.now))  # type: ignore[arg-type]
+            self.seen["joined in mid-sequence"] += 1
+        elif self.random.random() < 0.3:
+            self.leave("lost")
+
+    # What must hold.
+
+    def check(self) -> None:
+        if self.speculation.state is ALONE:
+            # Nothing reaches it any more; what is at the drafter is closed.
+            self.drafter = Drafter(self.drafter.key)
+            return
+        drafter, sequence = self.drafter, self.drafter.sequence
+        if self.speculation.state in (WAITING, LATE) and sequence is not None:
+            # Nobody waits for who waits for him.
+            owes = sequence.proposing.state is not ANSWERED
+            assert owes or drafter.to_drafter or drafter.to_verifier, f"{self.speculation.state} for ever"
 
     def settle(self) -> None:
-        while self.to_drafter or self.to_verifier:
-            self.deliver_proposal()
-            self.deliver_verdict()
+        """Let all arrive, and the drafter answer: both sides know the same then, and nothing waits."""
+        self.come_back()
+        self.check()
+        for _ in range(50):
+            self.deliver_to_verifier()
+            self.deliver_to_drafter()
+            self.check()
+        sequence = self.drafter.sequence
+        if self.speculation.state is ALONE or sequence is None:
+            return
+        if sequence.proposing.state is not OPENED:
+            assert sequence.token_ids == self.committed
+            assert sequence.proposing.epoch == self.speculation.epoch
+            # What the drafter still counts on is what the verifier still holds.
+            assert sequence.proposing.proposed == self.speculation.drafts.token_ids
+        for _ in range(3):  # to the opening, to a verdict that came before, to what was held back
+            self.draft(always=True)
+            self.deliver_to_verifier()
+        assert sequence.token_ids == self.committed
+        assert self.speculation.state in (READY, PLAIN, JOINING)
+
+    def fall_silent(self) -> None:
+        """Nothing arrives any more: the sequence goes on all the same, and leaves the drafter in the end."""
+        for _ in range(MAX_TIMEOUTS_BEHIND + 8):
+            if self.speculation.state is not ALONE:
+                self.now += TIMEOUT
+                self.speculation.give_up_waiting(self.now, TIMEOUT)
+                assert self.speculation.state is not WAITING
+                if self.speculation.is_hopeless(self.now, TIMEOUT):
+                    self.leave("silent")
+            self.length_limit = 1000
+            length = len(self.committed)
+            self.launch()
+            self.come_back()
+            assert len(self.committed) > length
+        # After a step for each draft token at hand, at most, and the timeouts.
+        assert self.speculation.state is ALONE
 
 
-def test_both_sides_agree_over_any_delays() -> None:
-    """Catches an epoch that one side ends and the other does not, and a proposal verified behind another prefix.
+def test_both_sides_agree_whatever_happens() -> None:
+    """Catches an epoch that one side ends and the other does not, drafts behind another prefix, and a deadlock.
 
-    4,000 sequences of random steps and deliveries; in each the two queues are in order, as on a stream.
+    6,000 histories of random steps, deliveries, refusals, losses, other drafters and time; each channel is in order.
     """
     seen: Counter[str] = Counter()
-    for seed in range(4000):
-        chance = random.Random(seed)
-        simulation = Simulation(chance, [chance.randrange(VOCABULARY) for _ in range(chance.randint(1, 3))])
-        weights = [chance.random() + 0.1, chance.random() + 0.1, chance.random() + 0.1, 0.4 * chance.random() + 0.1]
-        moves = [simulation.draft, simulation.deliver_proposal, simulation.deliver_verdict, simulation.verify]
-        for _ in range(60):
-            chance.choices(moves, weights)[0]()
-        simulation.settle()
-        assert simulation.drafter.token_ids == simulation.committed
-        assert simulation.drafter.epoch == simulation.buffer.epoch
-        # What the drafter still counts on is what the verifier still holds.
-        assert simulation.drafter.proposed == simulation.buffer.peek(99).token_ids
+    for seed in range(6000):
+        simulation = Simulation(seed)
+        chance = simulation.random
+        moves = [
+            (simulation.draft, chance.random() + 0.1),
+            (simulation.deliver_to_verifier, chance.random() + 0.1),
+            (simulation.deliver_to_drafter, chance.random() + 0.1),
+            (simulation.launch, 0.4 * chance.random() + 0.1),
+            (simulation.come_back, 0.4 * chance.random() + 0.1),
+            (simulation.turn_the_clock, chance.choice([0.0, 0.02, 0.3, 3.0])),
+            (simulation.change_the_drafter, chance.choice([0.0, 0.0, 0.05])),
+        ]
+        for move in chance.choices(*zip(*moves, strict=True), k=80):
+            move()
+            simulation.check()
+        if seed % 3:
+            simulation.settle()
+        else:
+            simulation.fall_silent()
         seen += simulation.seen
     # A simulation in which these do not happen proves nothing.
-    for outcome in ("rejected", "accepted", "plain", "in time", "late and useful", "late and useless"):
-        assert seen[outcome] > 1000, seen
+    expected = {"rejected", "accepted", "plain", "in time", "late and useful", "late and useless", "late", "silent"}
+    expected |= {"nothing found", "nothing, too late", "refused", "lost", "hopeless", "joined in mid-sequence"}
+    assert expected == set(seen)
+    assert min(seen.values()) > 100, seen

@@ -21,11 +21,12 @@ from engine.draft_tokens import DraftRows, DraftTokens
 from engine.model_runner import ModelRunner
 from outrider.protocol.sampling_parameters import SamplingParameters
 from tests.service_device import SERVICE_DEVICE
-from tests.services.sequences import target_sequence
+from tests.services.sequences import LINK, arrive, target_sequence
 from tests.tiny_models import save_tiny_llama
 from verifier_service.decode_graph import DecodeGraphs
 from verifier_service.scheduler import Scheduled
 from verifier_service.sequence import TargetSequence
+from verifier_service.speculation import Speculation
 from verifier_service.target import Target
 from verifier_service.verify import verify
 
@@ -114,7 +115,7 @@ def test_a_graphed_step_samples_what_an_eager_one_does(
         sequence = prefilled(target, SAMPLING[index], 1 + 13 * index, seed=index)
         if count:
             draft = random_draft(generator, count, num_candidates)
-            sequence.proposals.offer(0, sequence.length, draft, sequence.token_ids)
+            arrive(sequence, draft)
         batch.append(Scheduled(sequence, 1, count, True))
     eager = verify(target, batch)
     # A bucket that the batch fills, and one with room for padding.
@@ -150,10 +151,10 @@ def test_what_the_inputs_keep_from_step_to_step_is_still_good(model: Path) -> No
             sequence, count = sequences[index], 4 if step < 8 else int(generator.integers(0, 5))
             # Blocks that go back and come again are others, in other places.
             target.blocks.shrink(sequence.block_ids, sequence.length)
-            sequence.proposals.clear()
+            sequence.speculation = Speculation(LINK)
             if count:
                 drafts = DraftTokens(frame.token_ids[4 * index : 4 * index + count].tolist(), frame, 4 * index)
-                sequence.proposals.offer(0, sequence.length, drafts, sequence.token_ids)
+                arrive(sequence, drafts)
             batch.append(Scheduled(sequence, 1, count, True))
         for part in reversed(batch) if step % 2 else batch:
             assert target.blocks.grow(part.sequence.block_ids, part.sequence.length + 4)
@@ -175,7 +176,7 @@ def test_what_has_no_graph_runs_beside_those_that_have(model: Path) -> None:
         if index == 3:
             sequence.num_logprobs = 2
         if count:
-            sequence.proposals.offer(0, sequence.length, random_draft(generator, count, 4), sequence.token_ids)
+            arrive(sequence, random_draft(generator, count, 4))
         batch.append(Scheduled(sequence, 1, count, True))
     eager = verify(target, batch)
     target.graphs = DecodeGraphs(target.runner, max_sequences=8, max_draft_tokens=4, num_candidates=16)
@@ -220,7 +221,7 @@ def test_a_graphed_round_drafts_what_an_eager_one_does(model: Path) -> None:
                     )
                 # All accepted and a bonus token in one round, a rejection at the first token in the next.
                 sequence = draft.sequence
-                sequence.proposed = tokens
+                sequence.proposing.propose(tokens)
                 verdict = [*tokens, 7] if (round_number + sequence.sequence_id) % 2 else [(tokens[0] + 1) % VOCABULARY]
                 sequence.commit(verdict, sequence.length + len(verdict), 0)
         for sequence in sequences:
@@ -319,7 +320,7 @@ def test_a_full_cache_changes_no_draft(model: Path) -> None:
                 found += [(sequence.sequence_id, sorted(row)) for row in draft.candidate_weights.tolist()]
                 # What the target commits does not depend on what was drafted: always something else.
                 token_id = int(generator.integers(0, VOCABULARY))
-                sequence.proposed = [token_id + 1]
+                sequence.proposing.propose([token_id + 1])
                 sequence.commit([token_id], sequence.length + 1, 0)
         return found
 

@@ -123,9 +123,9 @@ def remember(wires: list[Wire], proposal: Proposal, sequence: DraftSequence) -> 
         for sent in wire.proposals:
             key = (sent.sequence_id, sent.epoch, sent.position)
             if key == (proposal.sequence_id, proposal.epoch, proposal.position) and len(sent.token_ids) % 4 == 0:
-                sequence.proposed = unpack_tokens(sent.token_ids)
+                sequence.proposing.propose(unpack_tokens(sent.token_ids))
         if any(none.sequence_id == sequence.sequence_id for none in wire.no_proposals):
-            sequence.proposed = []
+            sequence.proposing.propose([])
 
 
 async def check_the_bystander(client: DecodeClient, address: str, pair: Pair) -> None:
@@ -244,7 +244,7 @@ async def test_random_frames(pair: Pair) -> None:
             m = chance.randint(0, 3) * len(ids)
             return Proposal(
                 sequence_id=proposal.sequence_id + chance.choice([0, 0, 0, 1, -1]),
-                epoch=max(0, sequence.epoch + chance.choice([0, 0, 0, 1, -1])),
+                epoch=max(0, sequence.proposing.epoch + chance.choice([0, 0, 0, 1, -1])),
                 position=max(0, sequence.length + chance.choice([0, 0, 0, 1, -1, -9])),
                 token_ids=chance.choice([proposal.token_ids, pack_tokens(ids), chance.randbytes(4)]),
                 candidate_ids=pack_tokens([chance.randint(0, 66) for _ in range(m)]),

@@ -24,14 +24,15 @@ from tests.services.harness import (
     verifier_settings,
 )
 from tests.services.reference import greedy
-from tests.services.sequences import LINK, propose, target_sequence
+from tests.services.sequences import LINK, commit, propose, target_sequence
 from tests.services.test_scheduler import decoding, make_scheduler, run
 from verifier_service import gathering, pipeline
 from verifier_service.decode_graph import DecodeGraphs, GraphRun
 from verifier_service.gathering import Gathering
 from verifier_service.pipeline import Pipeline
 from verifier_service.scheduler import Scheduled, Scheduler
-from verifier_service.sequence import LinkKey, TargetSequence
+from verifier_service.sequence import TargetSequence
+from verifier_service.speculation import LinkKey
 from verifier_service.target import Target
 
 PROMPTS = [[index, 7, 3 + index, 5] for index in range(8)]
@@ -198,12 +199,22 @@ class Clock:
         monkeypatch.setattr(gathering.time, "monotonic", lambda: self.now)
 
 
-def speculating(drafter: LinkKey = LINK, *, is_ready: bool) -> TargetSequence:
-    sequence = target_sequence(4, drafter=drafter, num_computed=4, num_committed_here=1)
-    sequence.token_ids.append(0)
+def speculating(drafter: LinkKey = LINK, *, is_ready: bool, length_limit: int = 64) -> TargetSequence:
+    sequence = target_sequence(4, drafter=drafter, num_computed=4, length_limit=length_limit)
+    commit(sequence, [0], 0)
     if is_ready:
         propose(sequence, [1, 2])
     return sequence
+
+
+def make_late(sequence: TargetSequence) -> None:
+    assert sequence.speculation.give_up_waiting(1.0, timeout=1.0)
+
+
+def reject(sequence: TargetSequence) -> None:
+    """A step comes back with another token than the first of its drafts."""
+    sequence.num_computed += 1
+    commit(sequence, [63], 0)
 
 
 def scheduler_over(*sequences: TargetSequence, split_from: int) -> tuple[Scheduler, Gathering]:
@@ -254,7 +265,7 @@ def test_nobody_waits_longer_for_those_who_wait_for_nobody(monkeypatch: pytest.M
     ready, missing = speculating(is_ready=True), speculating(is_ready=False)
     late = [speculating(is_ready=False) for _ in range(2)]
     for sequence in late:
-        sequence.behind_since = clock.now
+        make_late(sequence)
     scheduler, gathered = scheduler_over(ready, missing, *late, split_from=100)
     start = clock.now
     for number in range(100):
@@ -301,7 +312,7 @@ def test_many_sequences_of_a_drafter_are_verified_in_halves(monkeypatch: pytest.
     others = [sequence for sequence in sequences if not sequence.is_in_flight]
     assert verified(scheduler) == set(others)
     for sequence in others[:2]:
-        sequence.proposals.clear()
+        reject(sequence)
     assert verified(scheduler) == set()
     propose(others[0], [1])
     assert verified(scheduler) == {others[0], *others[2:]}
@@ -322,10 +333,10 @@ def test_a_half_does_not_wait_for_the_larger_one(monkeypatch: pytest.MonkeyPatch
 def test_what_needs_no_proposal_comes_along_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches steps of their own for last tokens: each takes about as long as a step over all the others."""
     clock = Clock(monkeypatch)
-    last, unmatched, late = (speculating(is_ready=False) for _ in range(3))
-    last.length_limit = last.length + 1
-    unmatched.plain_position = unmatched.length
-    late.behind_since = 0.0
+    # With room for one more token, the target's own.
+    last, unmatched, late = (speculating(is_ready=False, length_limit=limit) for limit in (6, 64, 64))
+    unmatched.speculation.find_nothing(unmatched.length, unmatched.token_ids, 0.0)
+    make_late(late)
     others = [speculating(is_ready=False) for _ in range(3)]
     first_token = target_sequence(1, drafter=LINK)
     scheduler, _ = scheduler_over(last, unmatched, late, *others, first_token, split_from=100)
@@ -338,11 +349,11 @@ def test_what_needs_no_proposal_comes_along_with_the_others(monkeypatch: pytest.
     for sequence in (late, first_token):
         sequence.num_in_flight = 1
     assert stepping() == set()
-    late.drafter = None
+    late.speculation.leave()
     for sequence in others:
         propose(sequence, [1])
     assert stepping() == {last, unmatched, *others}
-    others[0].proposals.clear()
+    reject(others[0])
     assert stepping() == set()
     clock.now += gathering.MAX_PATIENCE_SECONDS + 0.001
     assert stepping() == {last, unmatched, *others[1:]}

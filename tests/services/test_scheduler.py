@@ -11,6 +11,7 @@ from engine.block_manager import BlockManager
 from tests.services.sequences import LINK, commit, propose, target_sequence
 from verifier_service.scheduler import Scheduled, Scheduler
 from verifier_service.sequence import TargetSequence
+from verifier_service.speculation import WAITING, Speculation
 
 BLOCK = 4
 
@@ -34,7 +35,7 @@ def run(scheduler: Scheduler, blocks: BlockManager) -> list[Scheduled]:
         assert len(sequence.block_ids) >= blocks.blocks_for(end), "a part without blocks for its tokens"
         assert part.num_drafts == 0 or part.is_sampled
         assert part.is_sampled == (sequence.num_computed + part.num_new == sequence.length)
-        assert not (part.is_sampled and sequence.is_waiting_for_proposal), "sampled ahead of its proposal"
+        assert not (part.is_sampled and sequence.speculation.state is WAITING), "sampled ahead of its proposal"
         sequence.num_computed += part.num_new
     return parts
 
@@ -75,7 +76,7 @@ def test_a_budget_too_small_for_all_starves_nobody() -> None:
     turns: Counter[TargetSequence] = Counter()
     for _ in range(60):
         for sequence in sequences:
-            if not len(sequence.proposals):
+            if not len(sequence.speculation.drafts):
                 propose(sequence, [1, 2, 3, 4])
         parts = run(scheduler, blocks)
         assert sum(part.num_tokens for part in parts) <= 33
@@ -96,7 +97,7 @@ def test_prompts_get_their_turn_although_decoding_takes_the_whole_budget() -> No
     assert prompt.num_computed == 35
     for _ in range(6):
         for sequence in sequences:
-            if not len(sequence.proposals):
+            if not len(sequence.speculation.drafts):
                 propose(sequence, [1, 2, 3, 4])
         for part in run(scheduler, blocks):
             if part.sequence is not prompt:
@@ -206,7 +207,7 @@ def test_of_many_speculating_sequences_a_step_verifies_half() -> None:
     served: Counter[TargetSequence] = Counter()
     for _ in range(14):
         for sequence in sequences:
-            if not len(sequence.proposals):
+            if not len(sequence.speculation.drafts):
                 propose(sequence, [1, 2, 3, 4])
         parts = run(scheduler, blocks)
         assert len(parts) == 5
@@ -218,7 +219,7 @@ def test_of_many_speculating_sequences_a_step_verifies_half() -> None:
     for sequence in sequences[:2]:
         scheduler.remove(sequence)
     for sequence in sequences[2:]:
-        if not len(sequence.proposals):
+        if not len(sequence.speculation.drafts):
             propose(sequence, [1, 2, 3, 4])
     assert len(run(scheduler, blocks)) == 6
 
@@ -238,7 +239,7 @@ def simulate(seed: int) -> Counter[str]:
         for _ in range(chance.randint(2, 8))
     ]
     for sequence in unborn:
-        sequence.drafter = LINK if chance.random() < 0.7 else None
+        sequence.speculation = Speculation(LINK if chance.random() < 0.7 else None)
     expected = {sequence: list(sequence.token_ids) for sequence in unborn}
     living: list[TargetSequence] = []
     for _ in range(3000):
@@ -246,7 +247,7 @@ def simulate(seed: int) -> Counter[str]:
             living.append(unborn.pop())
             scheduler.add(living[-1])
         for sequence in living:
-            if sequence.is_waiting_for_proposal and chance.random() < 0.5:
+            if sequence.speculation.state is WAITING and chance.random() < 0.5:
                 propose(sequence, [chance.randrange(64) for _ in range(chance.randint(1, 5))])
         oldest = next(iter(scheduler.running), None)
         parts = run(scheduler, blocks)
@@ -255,7 +256,7 @@ def simulate(seed: int) -> Counter[str]:
             if not part.is_sampled:
                 continue
             sequence = part.sequence
-            drafts = sequence.proposals.peek(part.num_drafts).token_ids
+            drafts = sequence.speculation.peek(part.num_drafts).token_ids
             num_accepted = chance.randint(0, len(drafts))
             new = [*drafts[:num_accepted], chance.randrange(64)]
             commit(sequence, new, num_accepted)

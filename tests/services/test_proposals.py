@@ -1,4 +1,4 @@
-"""The verifier's side of the speculation protocol: what it makes of proposals that are early, late, stale or wrong."""
+"""Proposals as they come off the wire: which are refused, and how draft tokens stay with their q."""
 
 from __future__ import annotations
 
@@ -12,133 +12,26 @@ from engine.draft_tokens import NO_DRAFT_TOKENS, DraftRows, DraftTokens, concate
 from kernels.limits import MAX_DRAFT_TOKENS
 from outrider.protocol.wire import MAX_CANDIDATES, pack_tokens
 from outrider.v1 import drafter_pb2
-from verifier_service.proposal_buffer import MAX_BUFFERED_TOKENS, ProposalBuffer, ProposalError, parse_proposals
+from verifier_service.proposals import parse_proposals
+from verifier_service.speculation import ProposalError
 
 VOCABULARY = 100
-COMMITTED = [1, 2, 3]
 
 
 def proposal(
     tokens: Sequence[int],
     *,
-    position: int = 3,
-    epoch: int = 0,
     ids: Sequence[Sequence[int]] | None = None,
     weights: Sequence[Sequence[int]] | None = None,
 ) -> drafter_pb2.Proposal:
     """A proposal, one-hot unless candidates are given."""
     return drafter_pb2.Proposal(
         sequence_id=1,
-        epoch=epoch,
-        position=position,
+        position=3,
         token_ids=pack_tokens(tokens),
         candidate_ids=b"" if ids is None else np.asarray(ids, dtype="<u4").tobytes(),
         candidate_weights=b"" if weights is None else np.asarray(weights, dtype="<u2").tobytes(),
     )
-
-
-def offer(buffer: ProposalBuffer, one: drafter_pb2.Proposal, committed: list[int]) -> int:
-    """Parse a proposal and let it arrive; how many of its tokens are too late."""
-    (drafts,) = parse_proposals([one], VOCABULARY)
-    assert isinstance(drafts, DraftTokens)
-    return buffer.offer(one.epoch, one.position, drafts, committed)
-
-
-def offered(*proposals: drafter_pb2.Proposal, committed: list[int] = COMMITTED) -> ProposalBuffer:
-    """A buffer that has taken in the proposals."""
-    buffer = ProposalBuffer()
-    for one in proposals:
-        offer(buffer, one, committed)
-    return buffer
-
-
-def test_proposals_queue_up_behind_the_committed_tokens() -> None:
-    buffer = offered(proposal([4, 5]), proposal([6], position=5))
-    assert len(buffer) == 3
-    assert buffer.peek(2).token_ids == [4, 5]
-    assert buffer.peek(9).token_ids == [4, 5, 6]
-
-
-def test_a_verdict_that_agrees_moves_on_within_the_epoch() -> None:
-    buffer = offered(proposal([4, 5, 6]))
-    buffer.commit([4, 5])
-    assert (buffer.epoch, buffer.peek(9).token_ids) == (0, [6])
-    buffer.commit([6, 7])  # the bonus token goes beyond what was proposed
-    assert (buffer.epoch, len(buffer)) == (0, 0)
-
-
-@pytest.mark.parametrize("verdict", [[9], [4, 9], [4, 5, 9], [9, 5, 6]])
-def test_a_verdict_that_differs_ends_the_epoch(verdict: list[int]) -> None:
-    """Catches a buffer that keeps draft tokens whose prefix was not committed."""
-    buffer = offered(proposal([4, 5, 6]))
-    buffer.commit(verdict)
-    assert (buffer.epoch, len(buffer)) == (1, 0)
-
-
-def test_one_verdict_ends_one_epoch() -> None:
-    """Catches counting every differing token: the drafter counts the first one only."""
-    buffer = offered(proposal([4, 5, 6]))
-    buffer.commit([9, 9, 9])
-    assert buffer.epoch == 1
-
-
-def test_stale_epochs_are_dropped() -> None:
-    buffer = offered(proposal([4, 5]))
-    buffer.commit([9])
-    assert offer(buffer, proposal([6], position=5), [1, 2, 3, 9]) == 1
-    assert (buffer.epoch, len(buffer)) == (1, 0)
-    offer(buffer, proposal([7], position=4, epoch=1), [1, 2, 3, 9])
-    assert buffer.peek(9).token_ids == [7]
-
-
-def test_an_epoch_that_has_not_begun_is_refused() -> None:
-    with pytest.raises(ProposalError, match="epoch"):
-        offered(proposal([4], epoch=1))
-
-
-def test_what_was_committed_meanwhile_is_compared_on_arrival() -> None:
-    """Catches a late proposal that is verified one position off, or not at all although it was right."""
-    buffer = ProposalBuffer()
-    assert offer(buffer, proposal([4, 5, 6]), [1, 2, 3, 4]) == 1
-    assert (buffer.epoch, buffer.peek(9).token_ids) == (0, [5, 6])
-    buffer = ProposalBuffer()
-    assert offer(buffer, proposal([4, 5, 6]), [1, 2, 3, 4, 9]) == 3
-    assert (buffer.epoch, len(buffer)) == (1, 0)
-    buffer = ProposalBuffer()
-    assert offer(buffer, proposal([4, 5]), [1, 2, 3, 4, 5, 6, 7]) == 2
-    assert (buffer.epoch, len(buffer)) == (0, 0)
-
-
-def test_candidates_stay_with_their_tokens() -> None:
-    """Catches token ids and q that are cut at different places."""
-    whole = proposal([4, 5], ids=[[4, 8], [5, 9]], weights=[[65000, 536], [60000, 5536]])
-    buffer = offered(whole, committed=[1, 2, 3, 4])
-    draft = buffer.peek(1)
-    assert draft.candidate_ids.tolist() == [[5, 9]]
-    assert draft.candidate_weights.tolist() == [[60000, 5536]]
-
-
-@pytest.mark.parametrize("position", [0, 2, 4, 7, 2**63])
-def test_a_position_that_is_not_the_next_one(position: int) -> None:
-    buffer = offered(proposal([4]))
-    if position == 4:
-        offer(buffer, proposal([5], position=position), COMMITTED)
-        return
-    with pytest.raises(ProposalError, match="position"):
-        offer(buffer, proposal([5], position=position), COMMITTED)
-
-
-def test_a_gap_behind_the_committed_tokens_is_refused() -> None:
-    with pytest.raises(ProposalError, match="position"):
-        offered(proposal([4], position=4))
-
-
-def test_a_flood_of_proposals_is_refused() -> None:
-    """Catches a drafter that fills the verifier's memory."""
-    buffer = offered(*(proposal([1, 1], position=3 + 2 * number) for number in range(MAX_BUFFERED_TOKENS // 2)))
-    assert len(buffer) == MAX_BUFFERED_TOKENS
-    with pytest.raises(ProposalError, match="wait"):
-        offer(buffer, proposal([1], position=3 + MAX_BUFFERED_TOKENS), COMMITTED)
 
 
 Q = [[65000, 536]]

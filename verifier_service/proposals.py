@@ -1,4 +1,4 @@
-"""Draft tokens that have arrived for one sequence, and the epochs that keep them in step with the drafter."""
+"""Reading a drafter's proposals off the wire, and refusing those that would make verification wrong."""
 
 from __future__ import annotations
 
@@ -8,85 +8,11 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from engine.draft_tokens import NO_DRAFT_TOKENS, DraftRows, DraftTokens, concatenate
+from engine.draft_tokens import NO_DRAFT_TOKENS, DraftRows, DraftTokens
 from kernels.limits import MAX_DRAFT_TOKENS, WEIGHT_TOTAL
 from outrider.protocol.wire import SIGNED_TOKEN, candidates_per_token, unpack_candidates, unpack_tokens
 from outrider.v1 import drafter_pb2
-
-# Draft tokens that one sequence may have waiting: several proposals, as the protocol allows, but no flood of them.
-MAX_BUFFERED_TOKENS = 4 * MAX_DRAFT_TOKENS
-
-
-class ProposalError(ValueError):
-    """A proposal that breaks the protocol; the sequence goes on without its drafter."""
-
-
-class ProposalBuffer:
-    """Proposals for the positions right behind the committed tokens.
-
-    The epoch rule is the drafter's own: the first committed token that differs from the proposal at its position ends
-    the epoch. Proposals arrive in the order in which they were made, so every proposal of an epoch is compared before
-    the first one of the next arrives.
-    """
-
-    __slots__ = ("epoch", "waiting")
-
-    def __init__(self) -> None:
-        self.epoch = 0
-        self.waiting = NO_DRAFT_TOKENS  # for the positions right behind the committed tokens
-
-    def __len__(self) -> int:
-        return len(self.waiting.token_ids)
-
-    def offer(self, epoch: int, position: int, drafts: DraftTokens, committed: list[int]) -> int:
-        """Take in a proposal that has just arrived; how many of its tokens are too late to be verified.
-
-        Raises ProposalError when it breaks the protocol.
-        """
-        if epoch > self.epoch:
-            raise ProposalError(f"epoch: {epoch} has not begun, {self.epoch} has not ended")
-        num_offered = len(drafts.token_ids)
-        if epoch < self.epoch:
-            return num_offered
-        num_committed, num_waiting = len(committed), len(self.waiting.token_ids)
-        next_position = num_committed + num_waiting
-        if position > next_position or (num_waiting and position != next_position):
-            raise ProposalError(f"position: {position} leaves a gap or repeats, {next_position} comes next")
-        if num_waiting + num_offered > MAX_BUFFERED_TOKENS:
-            raise ProposalError(f"token_ids: more than {MAX_BUFFERED_TOKENS} draft tokens wait for this sequence")
-        num_stale = 0
-        if position < num_committed:
-            # Committed while the proposal was on its way: compared now, as the drafter does with the verdict.
-            overtaken = committed[position : position + num_offered]
-            if overtaken != drafts.token_ids[: len(overtaken)]:
-                self.epoch += 1
-                return num_offered
-            num_stale = len(overtaken)
-            drafts = drafts.part(num_stale)
-        if num_waiting:
-            together = concatenate([self.waiting, drafts])
-            drafts = DraftTokens([*self.waiting.token_ids, *drafts.token_ids], together)
-        self.waiting = drafts
-        return num_stale
-
-    def peek(self, num_tokens: int) -> DraftTokens:
-        """The next draft tokens, `num_tokens` at most; they stay until `commit`."""
-        return self.waiting if num_tokens >= len(self.waiting.token_ids) else self.waiting.part(0, num_tokens)
-
-    def commit(self, token_ids: list[int]) -> None:
-        """Compare newly committed tokens with the proposals at their positions, and move on."""
-        proposed = self.waiting.token_ids
-        num_proposed, num_committed = len(proposed), len(token_ids)
-        if num_committed < num_proposed and proposed[:num_committed] == token_ids:
-            self.waiting = self.waiting.part(num_committed)
-            return
-        if proposed != token_ids[:num_proposed]:
-            self.epoch += 1
-        self.waiting = NO_DRAFT_TOKENS
-
-    def clear(self) -> None:
-        """Forget everything: the drafter is gone."""
-        self.waiting = NO_DRAFT_TOKENS
+from verifier_service.speculation import ProposalError
 
 
 def parse_proposals(
