@@ -62,33 +62,17 @@ def with_q(ids: list[int], weights: list[int]) -> Change:
 
 
 LOST = ["DRAFTER_LOST"]
+# One of each kind, from the wire to the answer: test_proposals, test_speculation and test_drafting have the others.
 CASES: dict[str, tuple[Change, list[str]]] = {
     "token ids beyond the vocabulary": (changed(token_ids=pack_tokens([64, 2**32 - 1])), LOST),
-    "half a token id": (changed(token_ids=b"\1\0\0\0\1\0"), LOST),
-    "no token ids": (changed(token_ids=b""), LOST),
-    "33 draft tokens": (changed(token_ids=pack_tokens([1] * 33)), LOST),
     "a million draft tokens": (changed(token_ids=pack_tokens([1] * 1_000_000)), LOST),
     "an epoch from the future": (lambda p: changed(epoch=p.epoch + 1)(p), LOST),
-    "the last epoch of all": (changed(epoch=2**32 - 1), LOST),
     "a position behind a gap": (lambda p: changed(position=p.position + 7)(p), LOST),
-    "the last position of all": (changed(position=2**64 - 1), LOST),
-    "candidates without weights": (changed(candidate_ids=pack_tokens([1] * 8)), LOST),
-    "weights without candidates": (changed(candidate_weights=b"\1\0" * 8), LOST),
-    "a thousand candidates and more": (
-        changed(candidate_ids=pack_tokens([1] * 8000), candidate_weights=b"\0\0" * 8000),
-        LOST,
-    ),
     "a q that does not sum": (with_q([1, 2], [1, 2]), LOST),
-    "a q that names a candidate twice": (with_q([1, 1], [65535, 1]), LOST),
-    "a q without the draft token": (with_q([70, 71], [65535, 1]), LOST),
-    "the same proposal twice": (lambda p: [frame(p), frame(p)], LOST),
     "the same proposal twice in a frame": (lambda p: [frame(p, p)], LOST),
     "proposals without end": (lambda p: [frame(p), *(frame(ahead(p, i)) for i in range(1, 90))], LOST),
-    "UNSPECIFIED": (refused(0), LOST),
     "MAX_LENGTH": (refused(drafter_pb2.NO_PROPOSAL_REASON_MAX_LENGTH), ["DRAFTER_MAX_LENGTH"]),
     "OVERLOADED": (refused(drafter_pb2.NO_PROPOSAL_REASON_OVERLOADED), ["DRAFTER_OVERLOADED"]),
-    "UNKNOWN_SEQUENCE": (refused(drafter_pb2.NO_PROPOSAL_REASON_UNKNOWN_SEQUENCE), LOST),
-    "BAD_MESSAGE": (refused(drafter_pb2.NO_PROPOSAL_REASON_BAD_MESSAGE), LOST),
     "INTERNAL": (refused(drafter_pb2.NO_PROPOSAL_REASON_INTERNAL), LOST),
     "a reason that nobody knows": (refused(77), LOST),
     # These cost draft tokens, and the drafter stays.
