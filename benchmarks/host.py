@@ -23,6 +23,7 @@ from unittest import mock
 
 import numpy as np
 import torch
+from verifier_service.verify import Verified
 
 import verifier_service.engine
 from benchmarks import goals
@@ -41,7 +42,6 @@ from verifier_service.events import Event, LinkUp, ProposalsArrived, SequenceOpe
 from verifier_service.proposals import parse_proposals
 from verifier_service.scheduler import Scheduled
 from verifier_service.speculation import LinkKey
-from verifier_service.verify import Verified
 
 K = 4
 SPLIT_FROM = 16  # as the verifier's setting

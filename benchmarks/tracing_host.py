@@ -22,6 +22,7 @@ import numpy as np
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+from verifier_service.verify import Verified
 
 import verifier_service.engine
 from benchmarks.sequences import speculating_sequence
@@ -38,7 +39,6 @@ from verifier_service.scheduler import Scheduled
 from verifier_service.sequence_trace import SequenceTrace
 from verifier_service.session import Session
 from verifier_service.speculation import LinkKey
-from verifier_service.verify import Verified
 
 BATCH = 64
 K = 4

@@ -1,24 +1,28 @@
 """A drafting round of fixed shape in one CUDA graph: catch up, then K tokens without a word from the host.
 
 Each token is sampled on the device and fed straight into the next forward pass; the host sees only the finished drafts.
+How a sequence is sampled and where its blocks are is in its slot on the device; the host brings the tokens that are
+missing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from drafter_service.drafter import Draft
-from drafter_service.sequence import DraftSequence
 from engine.batch import Batch
 from engine.cuda_graph import GraphPool, batch_buckets
 from engine.model_runner import ModelRunner
-from engine.sequence_rows import SequenceRows
+from engine.slots import DeviceSlots
 from engine.static_tensors import StaticTensors, TensorSpec
+from engine.step import DraftRow
 from kernels.draft_sample import DraftSample, draft_sample
+from kernels.step_rows import LaidOutDrafts, LaidOutRows, lay_out_drafts, lay_out_rows
 
 # After full acceptance two tokens are missing from the cache: the last draft token, which was sampled but never
 # computed, and the bonus token. After a rejection it is one.
@@ -27,9 +31,9 @@ MAX_CATCH_UP = 2
 
 @dataclass(frozen=True)
 class DraftShape:
-    """What a graph was captured for: at most so many sequences and so many draft tokens each."""
+    """What a graph was captured for: at most so many rows and so many draft tokens each."""
 
-    num_sequences: int
+    num_rows: int
     num_draft_tokens: int
     is_filtered: bool  # whether top-k, top-p and min-p are looked at
 
@@ -37,15 +41,18 @@ class DraftShape:
 class DraftGraphs:
     """The graphs of all shapes that drafting meets: each bucket of the batch size, with and without filters."""
 
-    def __init__(self, runner: ModelRunner, *, max_sequences: int, max_draft_tokens: int, num_candidates: int) -> None:
-        self._buckets = batch_buckets(max_sequences)
+    def __init__(
+        self, runner: ModelRunner, slots: DeviceSlots, *, max_rows: int, max_draft_tokens: int, num_candidates: int
+    ) -> None:
+        self._slots = slots
+        self._buckets = batch_buckets(max_rows)
+        self.max_rows = max_rows
         self.max_draft_tokens = max_draft_tokens
-        max_blocks = -(-runner.max_length // runner.block_size)
         self._graphs = {
-            shape: DraftGraph(runner, shape, num_candidates=num_candidates, max_blocks=max_blocks)
-            for num_sequences in reversed(self._buckets)
+            shape: DraftGraph(runner, slots, shape, num_candidates=num_candidates)
+            for num_rows in reversed(self._buckets)
             for is_filtered in (False, True)
-            for shape in (DraftShape(num_sequences, max_draft_tokens, is_filtered),)
+            for shape in (DraftShape(num_rows, max_draft_tokens, is_filtered),)
         }
 
     def capture(self, pool: GraphPool) -> None:
@@ -53,60 +60,50 @@ class DraftGraphs:
         for graph in self._graphs.values():
             graph.capture(pool)
 
-    def fits(self, sequence: DraftSequence, num_draft_tokens: int) -> bool:
-        """Whether a graph can draft so many tokens for the sequence."""
+    def fits(self, row: DraftRow) -> bool:
+        """Whether a graph can run the row."""
         return (
-            0 < num_draft_tokens <= self.max_draft_tokens
-            and sequence.num_missing <= MAX_CATCH_UP
-            and not sequence.sampling.has_penalties
+            0 < row.num_draft_tokens <= self.max_draft_tokens
+            and len(row.token_ids) <= MAX_CATCH_UP
+            and row.history is None
         )
 
-    def run(self, sequences: Sequence[DraftSequence], num_draft_tokens: Sequence[int]) -> list[Draft]:
-        """Draft for sequences that fit, the given number of tokens each."""
-        drafts: list[Draft] = []
-        for start in range(0, len(sequences), self._buckets[-1]):
-            part = sequences[start : start + self._buckets[-1]]
-            is_filtered = any(sequence.sampling.has_filters for sequence in part)
-            graph = self.graph_of(len(part), is_filtered=is_filtered)
-            drafts += graph.run(part, num_draft_tokens[start : start + len(part)])
-        return drafts
+    def prepare(self, rows: Sequence[DraftRow]) -> DraftGraph:
+        """The graph for a round over at most `max_rows` that fit, with all that the host has to say about it.
 
-    def graph_of(self, num_sequences: int, *, is_filtered: bool) -> DraftGraph:
+        The round before must have been collected.
+        """
+        self._slots.bring_up_to_date((row.slot, row.sampling, row.blocks) for row in rows)
+        graph = self.graph_of(len(rows), is_filtered=any(row.sampling.has_filters for row in rows))
+        graph.fill(rows)
+        return graph
+
+    def graph_of(self, num_rows: int, *, is_filtered: bool) -> DraftGraph:
         """The smallest graph that has room for so many, at most the largest bucket."""
-        bucket = next(bucket for bucket in self._buckets if bucket >= num_sequences)
+        bucket = next(bucket for bucket in self._buckets if bucket >= num_rows)
         return self._graphs[DraftShape(bucket, self.max_draft_tokens, is_filtered)]
 
 
 class DraftGraph:
     """One captured shape. Belongs to the engine's thread."""
 
-    def __init__(self, runner: ModelRunner, shape: DraftShape, *, num_candidates: int, max_blocks: int) -> None:
+    def __init__(self, runner: ModelRunner, slots: DeviceSlots, shape: DraftShape, *, num_candidates: int) -> None:
         self.shape = shape
         self._runner = runner
+        self._slots = slots
         self._num_candidates = num_candidates
-        batch, num_tokens = shape.num_sequences, shape.num_sequences * MAX_CATCH_UP
+        batch, num_tokens = shape.num_rows, shape.num_rows * MAX_CATCH_UP
         # By draft token, so that sampling writes its row directly; rows as wide as keeps each of them aligned.
         drafted = (shape.num_draft_tokens, -(-batch // 4) * 4)
-        fed = (shape.num_draft_tokens - 1, drafted[1])  # all draft tokens but the last are a forward pass's input
-        i16, i32, i64, f32 = torch.int16, torch.int32, torch.int64, torch.float32
+        i16, i32, i64 = torch.int16, torch.int32, torch.int64
         self._inputs = StaticTensors(
             {
-                "token_ids": TensorSpec((num_tokens,), i64),
-                "positions": TensorSpec((num_tokens,), i64),
-                "slot_mapping": TensorSpec((num_tokens,), i64),
-                "logit_rows": TensorSpec((batch,), i64),
-                "cu_query_lens": TensorSpec((batch + 1,), i32),
-                "context_lens": TensorSpec((batch,), i32),
-                "fed_positions": TensorSpec(fed, i64),
-                "fed_slots": TensorSpec(fed, i64),
-                "fed_context_lens": TensorSpec(fed, i32),
-                "sample_positions": TensorSpec(drafted, i64),
-                "seeds": TensorSpec((batch,), i64),
-                "temperature": TensorSpec((batch,), f32),
-                "top_k": TensorSpec((batch,), i32),
-                "top_p": TensorSpec((batch,), f32),
-                "min_p": TensorSpec((batch,), f32),
-                "block_tables": TensorSpec((batch, max_blocks), i32),
+                "slots": TensorSpec((batch,), i32),
+                "starts": TensorSpec((batch,), i64),
+                "query_lens": TensorSpec((batch,), i32),
+                "first_tokens": TensorSpec((batch,), i32),
+                "more_tokens": TensorSpec((num_tokens - batch,), i32),
+                "capacities": TensorSpec((batch,), i32),
             },
             runner.device,
         )
@@ -118,46 +115,27 @@ class DraftGraph:
             },
             runner.device,
         )
-        # Of tokens from the end of what is committed, which is the first draft token's position.
-        self._offsets = np.arange(-MAX_CATCH_UP, shape.num_draft_tokens - 1)[:, None]
-        self._draft_offsets = np.arange(shape.num_draft_tokens)[:, None]
-        self._rows = np.arange(batch)
-        self._sequence_rows = SequenceRows(is_filtered=shape.is_filtered, vocab_size=runner.vocab_size)
+        self._rows = LaidOutRows.empty(batch, num_tokens, slots.max_blocks, runner.device)
+        self._drafts = LaidOutDrafts.empty(shape.num_draft_tokens, drafted[1], runner.device)
         self._one_each = torch.arange(batch + 1, dtype=torch.int32, device=runner.device)
         self._graph: torch.cuda.CUDAGraph | None = None
 
     def capture(self, pool: GraphPool) -> None:
         """Record the graph. The round runs on padding, which leaves the cache alone."""
-        self._fill_padding(0, 0)
+        self.fill([])
         self._inputs.upload()
         self._graph = pool.capture(self._compute)
 
-    def run(self, sequences: Sequence[DraftSequence], num_draft_tokens: Sequence[int]) -> list[Draft]:
-        """Draft for every sequence, the given number of tokens each; at most MAX_CATCH_UP of each are not computed."""
-        self._fill(sequences)
+    def launch(self) -> None:
+        """Begin the round that the inputs were filled for."""
         self._inputs.upload()
         self.replay()
+
+    def download(self) -> Mapping[str, npt.NDArray[Any]]:
+        """Copy the drafts to the host without waiting: `token_ids` [K, width], `candidate_ids` and
+        `candidate_weights` [K, width, m], there when the device has come so far and until the next round."""
         self._outputs.download()
-        for sequence, count in zip(sequences, num_draft_tokens, strict=True):
-            # The last token is sampled but not computed; what a longer neighbour made the graph compute beyond it is
-            # overwritten later, like rejected tokens.
-            sequence.num_computed = sequence.length + count - 1
-        if self._runner.device.type == "cuda":
-            torch.cuda.current_stream(self._runner.device).synchronize()
-        host, num_sequences = self._outputs.host, len(sequences)
-        all_token_ids = host["token_ids"][:, :num_sequences].T.tolist()
-        # By sequence, and copies: the buffer is filled anew by the next round.
-        all_ids = host["candidate_ids"][:, :num_sequences].swapaxes(0, 1).copy()
-        all_weights = host["candidate_weights"][:, :num_sequences].view(np.uint16).swapaxes(0, 1).copy()
-        drafts = []
-        for sequence, count, token_ids, ids, weights in zip(
-            sequences, num_draft_tokens, all_token_ids, all_ids, all_weights, strict=True
-        ):
-            if sequence.wants_candidates:
-                drafts.append(Draft(sequence, token_ids[:count], ids[:count], weights[:count]))
-            else:
-                drafts.append(Draft(sequence, token_ids[:count]))
-        return drafts
+        return self._outputs.host
 
     def replay(self) -> None:
         """Run the round over what the inputs on the device hold, without waiting for it."""
@@ -168,111 +146,87 @@ class DraftGraph:
 
     @torch.inference_mode()
     def _compute(self) -> None:
-        values, batch = self._inputs.device, self.shape.num_sequences
+        values, rows, drafts, batch = self._inputs.device, self._rows, self._drafts, self.shape.num_rows
+        block_size, num_draft_tokens = self._runner.block_size, self.shape.num_draft_tokens
+        lay_out_rows(
+            self._slots.state,
+            values["slots"],
+            values["starts"],
+            values["query_lens"],
+            values["first_tokens"],
+            values["more_tokens"],
+            block_size=block_size,
+            max_query_len=MAX_CATCH_UP,
+            reach=num_draft_tokens,
+            out=rows,
+        )
+        lay_out_drafts(rows, values["capacities"], block_size=block_size, out=drafts)
         logits = self._runner.forward(
             Batch(
-                token_ids=values["token_ids"],
-                positions=values["positions"],
-                slot_mapping=values["slot_mapping"],
-                logit_rows=values["logit_rows"],
-                cu_query_lens=values["cu_query_lens"],
-                context_lens=values["context_lens"],
-                block_tables=values["block_tables"],
+                token_ids=rows.token_ids,
+                positions=rows.positions,
+                slot_mapping=rows.slot_mapping,
+                logit_rows=rows.last_places,
+                cu_query_lens=rows.cu_query_lens,
+                context_lens=rows.context_lens,
+                block_tables=rows.block_tables,
                 max_query_len=MAX_CATCH_UP,
             )
         )
-        for index in range(self.shape.num_draft_tokens):
+        for index in range(num_draft_tokens):
             token_ids = self._sample(logits, index)
-            if index + 1 < self.shape.num_draft_tokens:
+            if index + 1 < num_draft_tokens:
                 logits = self._runner.forward(
                     Batch(
                         token_ids=token_ids,
-                        positions=values["fed_positions"][index, :batch],
-                        slot_mapping=values["fed_slots"][index, :batch],
+                        positions=drafts.positions[index, :batch],
+                        slot_mapping=drafts.slot_mapping[index, :batch],
                         logit_rows=None,
                         cu_query_lens=self._one_each,
-                        context_lens=values["fed_context_lens"][index, :batch],
-                        block_tables=values["block_tables"],
+                        context_lens=drafts.context_lens[index, :batch],
+                        block_tables=rows.block_tables,
                         max_query_len=1,
                     )
                 )
 
     def _sample(
         self,
-        logits: torch.Tensor,  # [num_sequences, vocab_size]
+        logits: torch.Tensor,  # [num_rows, vocab_size]
         index: int,
-    ) -> torch.Tensor:  # [num_sequences] int32
-        values, outputs, rows = self._inputs.device, self._outputs.device, slice(self.shape.num_sequences)
+    ) -> torch.Tensor:  # [num_rows] int32
+        rows, outputs, all_rows = self._rows, self._outputs.device, slice(self.shape.num_rows)
         is_filtered = self.shape.is_filtered
         sample = draft_sample(
             logits,
-            values["temperature"],
-            values["seeds"],
-            values["sample_positions"][index, rows],
-            top_k=values["top_k"] if is_filtered else None,
-            top_p=values["top_p"] if is_filtered else None,
-            min_p=values["min_p"] if is_filtered else None,
+            rows.temperature,
+            rows.seeds,
+            self._drafts.sample_positions[index, all_rows],
+            top_k=rows.top_k if is_filtered else None,
+            top_p=rows.top_p if is_filtered else None,
+            min_p=rows.min_p if is_filtered else None,
             num_candidates=self._num_candidates,
             # 16 bits hold every weight: one that took everything would be written as none at all.
             out=DraftSample(
-                outputs["token_ids"][index, rows],
-                outputs["candidate_ids"][index, rows],
-                outputs["candidate_weights"][index, rows],
+                outputs["token_ids"][index, all_rows],
+                outputs["candidate_ids"][index, all_rows],
+                outputs["candidate_weights"][index, all_rows],
             ),
         )
         return sample.token_ids
 
-    def _fill(self, sequences: Sequence[DraftSequence]) -> None:
-        host, block_size = self._inputs.host, self._runner.block_size
-        num_sequences = len(sequences)
-        self._sequence_rows.fill(
-            host,
-            [sequence.serial for sequence in sequences],
-            [sequence.sampling for sequence in sequences],
-            [sequence.block_ids for sequence in sequences],
-        )
-        tokens: list[int] = []
-        for sequence in sequences:
-            tokens += sequence.token_ids[sequence.num_computed :]
-        lengths = np.array([len(sequence.token_ids) for sequence in sequences])
-        missing = lengths - [sequence.num_computed for sequence in sequences]
-        capacities = np.array([len(sequence.block_ids) for sequence in sequences]) * block_size
-        np.minimum(capacities, self._runner.max_length, out=capacities)
-
-        # Of each sequence the last committed tokens, as many as may be missing, then the draft tokens but the last.
-        positions = self._offsets + lengths
-        # Beyond a sequence's blocks and the model's positions, for drafts that nobody asked it for, tokens are computed
-        # as if they stood first, and kept nowhere.
-        is_kept = positions < capacities
-        positions *= is_kept
-        columns, places = np.divmod(positions, block_size)
-        slots = host["block_tables"][self._rows[:num_sequences], columns].astype(np.int64)
-        slots *= block_size
-        slots += places
-        slots[~is_kept] = -1
-
-        is_missing = (self._offsets[:MAX_CATCH_UP] >= -missing).T
-        ends = np.cumsum(missing)
-        num_tokens = len(tokens)
-        host["token_ids"][:num_tokens] = tokens
-        host["positions"][:num_tokens] = positions[:MAX_CATCH_UP].T[is_missing]
-        host["slot_mapping"][:num_tokens] = slots[:MAX_CATCH_UP].T[is_missing]
-        host["logit_rows"][:num_sequences] = ends - 1
-        host["cu_query_lens"][1 : num_sequences + 1] = ends
-        host["context_lens"][:num_sequences] = lengths
-        host["fed_positions"][:, :num_sequences] = positions[MAX_CATCH_UP:]
-        host["fed_slots"][:, :num_sequences] = slots[MAX_CATCH_UP:]
-        host["fed_context_lens"][:, :num_sequences] = positions[MAX_CATCH_UP:] + 1
-        host["sample_positions"][:, :num_sequences] = self._draft_offsets + lengths
-        self._fill_padding(num_sequences, num_tokens)
-
-    def _fill_padding(self, num_sequences: int, num_tokens: int) -> None:
-        """Sequences without tokens or blocks, and tokens that no sequence owns and the cache does not keep."""
-        host = self._inputs.host
-        host["slot_mapping"][num_tokens:] = -1
-        host["cu_query_lens"][num_sequences + 1 :] = num_tokens
-        host["logit_rows"][num_sequences:] = max(num_tokens - 1, 0)
-        host["context_lens"][num_sequences:] = 0
-        host["fed_positions"][:, num_sequences:] = 0
-        host["fed_slots"][:, num_sequences:] = -1
-        host["fed_context_lens"][:, num_sequences:] = 1
+    def fill(self, rows: Sequence[DraftRow]) -> None:
+        """Write the host's side of the inputs; the slots are up to date, rows have at most MAX_CATCH_UP tokens."""
+        host, num_rows, block_size = self._inputs.host, len(rows), self._runner.block_size
+        host["slots"][:num_rows] = [row.slot.index for row in rows]
+        host["slots"][num_rows:] = self._slots.padding
+        host["starts"][:num_rows] = [row.start for row in rows]
+        host["starts"][num_rows:] = 0
+        host["query_lens"][:num_rows] = [len(row.token_ids) for row in rows]
+        host["query_lens"][num_rows:] = 0
+        host["first_tokens"][:num_rows] = [row.token_ids[0] for row in rows]
+        more = [token_id for row in rows for token_id in row.token_ids[1:]]
+        host["more_tokens"][: len(more)] = more
+        # No further than the model has positions, for drafts that nobody asked for.
+        capacities = np.array([len(row.blocks) for row in rows], np.int64) * block_size
+        host["capacities"][:num_rows] = np.minimum(capacities, self._runner.max_length)
+        host["capacities"][num_rows:] = 0

@@ -25,7 +25,7 @@ def make_drafter(settings: DrafterSettings) -> Drafter:
     if settings.kind == "scripted":
         return ScriptedDrafter(load_script(settings.script))
     # Torch is loaded only where there is a model: the other drafters start in a moment.
-    from drafter_service.draft_graph import DraftGraphs
+    from drafter_service.executor import DraftExecutor
     from drafter_service.model_drafter import ModelDrafter
     from engine.device import make_runner
     from engine.model_runner import ModelRunner
@@ -33,20 +33,22 @@ def make_drafter(settings: DrafterSettings) -> Drafter:
     path = settings.model
     assert path is not None
 
-    def make_graphs(runner: ModelRunner) -> DraftGraphs:
-        return DraftGraphs(
+    def make_executor(runner: ModelRunner) -> DraftExecutor:
+        return DraftExecutor(
             runner,
-            max_sequences=min(settings.max_sequences, settings.graph_max_sequences),
+            num_slots=settings.max_sequences,
+            max_graph_rows=min(settings.max_sequences, settings.graph_max_sequences),
             max_draft_tokens=settings.graph_draft_tokens,
             num_candidates=settings.num_candidates,
         )
 
     return ModelDrafter(
         lambda: make_runner(settings, path),
+        make_executor,
         name=path.name,
         revision=model_revision(path),
         tokenizer_fingerprint=tokenizer_fingerprint(path),
         max_num_batched_tokens=settings.max_num_batched_tokens,
-        num_candidates=settings.num_candidates,
-        make_graphs=make_graphs if settings.cuda_graphs else None,
+        max_sequences=settings.max_sequences,
+        has_graphs=settings.cuda_graphs,
     )

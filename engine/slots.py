@@ -80,7 +80,7 @@ class DeviceSlots:
         new: list[tuple[Slot, SamplingParameters]] = []
         for slot, sampling, table in rows:
             if slot.version != table.version:
-                first = table.changed_since(slot.version) if slot.is_written else 0
+                first = table.changed_since(slot.version)
                 start = slot.index * self.max_blocks
                 places.append(np.arange(start + first, start + len(table)))
                 blocks.append(table.array[first:])

@@ -1,8 +1,8 @@
 """The contract between a service and the model that it owns: plain rows go in, sampled tokens come out.
 
 Services decide who takes part in a step; an executor alone knows graphs, streams and devices. Rows know nothing of
-requests, of the wire or of traces: a table may stand in for the model (`benchmarks.host`), and several ranks may run the
-same rows.
+requests, of the wire or of traces: a table may stand in for the model, as in `benchmarks.host`, and several ranks may
+run the same rows.
 """
 
 from __future__ import annotations
@@ -10,13 +10,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, NoReturn, Protocol, TypeVar
+
+import numpy as np
+import numpy.typing as npt
 
 from engine.block_manager import BlockTable
 from engine.draft_tokens import NO_DRAFT_TOKENS, DraftTokens
 from engine.slots import Slot
 from kernels.penalties import TokenHistory
 from outrider.protocol.sampling_parameters import SamplingParameters
+
+RowT = TypeVar("RowT", contravariant=True)
+ResultT = TypeVar("ResultT", covariant=True)
 
 
 class Wanted(Enum):
@@ -68,6 +74,29 @@ class Sampled:
     logprobs: Sequence[PositionLogprobs] = ()  # one a token, or none at all
 
 
+@dataclass(slots=True)  # not frozen: one for each sequence of a round
+class DraftRow:
+    """One sequence's part of a drafting round: tokens to compute, then tokens to draft behind them."""
+
+    slot: Slot
+    sampling: SamplingParameters
+    blocks: BlockTable  # cover the row's tokens and all that are drafted but the last one
+    start: int  # position of the first token
+    token_ids: Sequence[int]
+    num_draft_tokens: int  # 0: keys and values alone, for an inner chunk of a prompt
+    # Token counts for penalties, the round's own to go on counting in; None where there are none.
+    history: TokenHistory | None = None
+
+
+@dataclass(slots=True)  # not frozen: one for each sequence of a round
+class Drafted:
+    """What a round drafts for one row, and the distributions that the tokens were drawn from."""
+
+    token_ids: list[int]
+    candidate_ids: npt.NDArray[np.int32]  # [num_tokens, m]
+    candidate_weights: npt.NDArray[np.uint16]  # [num_tokens, m], in units of 1/65,536
+
+
 class PassKind(Enum):
     """How a pass ran; the values are metrics' labels."""
 
@@ -76,7 +105,7 @@ class PassKind(Enum):
     EAGER = "eager"  # something that decodes, without a graph
 
 
-class Pass(Protocol):
+class Pass(Protocol[ResultT]):
     """A part of a step that comes back by itself."""
 
     @property
@@ -91,24 +120,44 @@ class Pass(Protocol):
     def is_done(self) -> bool:
         """Whether `collect` would not wait."""
 
-    def collect(self) -> Sequence[Sampled | None]:
-        """What was sampled for each of its rows, None where nothing was wanted. Waits; raises what the device raised.
+    def collect(self) -> Sequence[ResultT | None]:
+        """What was found for each of its rows, None where nothing was wanted. Waits; raises what the device raised.
 
         Once for each pass, in the order in which passes were submitted.
         """
 
 
-class Executor(Protocol):
-    """Runs steps of one model, in the order of their submission. Belongs to the thread that owns the model."""
+class Executor(Protocol[RowT, ResultT]):
+    """Runs steps of one model, in the order of their submission. Belongs to the thread that owns the model.
 
-    # Steps that may be submitted and not yet collected.
-    max_in_flight: int
+    A verifier's takes `Row`s and finds `Sampled`, a drafter's takes `DraftRow`s and finds `Drafted`.
+    """
 
-    def can_overlap(self, row: Row) -> bool:
+    @property
+    def max_in_flight(self) -> int:
+        """Steps that may be submitted and not yet collected."""
+
+    def can_overlap(self, row: RowT) -> bool:
         """Whether the row may be submitted while a step with its slot is not collected: to be asked before planning."""
 
-    def submit(self, rows: Sequence[Row]) -> Sequence[Pass]:
+    def submit(self, rows: Sequence[RowT]) -> Sequence[Pass[ResultT]]:
         """Begin a step, behind those before it, without waiting for any; its passes in the order in which they end.
 
-        Where the device does not work by itself, the step is over when this returns. Raises what the device raises.
+        Where the device does not work by itself, the step is over when this returns. What goes wrong is told by the
+        pass that it concerns.
         """
+
+
+class FailedPass:
+    """A pass that did not get as far as the device."""
+
+    is_done = True
+
+    def __init__(self, rows: Sequence[int], kind: PassKind, error: Exception) -> None:
+        self.rows = rows
+        self.kind = kind
+        self._error = error
+
+    def collect(self) -> NoReturn:
+        """Raise what went wrong."""
+        raise self._error

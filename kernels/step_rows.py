@@ -36,6 +36,7 @@ class LaidOutRows:
     slot_mapping: torch.Tensor  # [num_tokens] int64: place in the KV cache; -1 behind the last row
     owners: torch.Tensor  # [num_tokens] int32: the row of each token, `batch` behind the last row
     cu_query_lens: torch.Tensor  # [batch + 1] int32
+    last_places: torch.Tensor  # [batch] int64: where each row's last token stands; of rows without any, another's
     context_lens: torch.Tensor  # [batch] int32, 0 for rows without tokens
     cu_num_drafts: torch.Tensor  # [batch + 1] int32: where each row's tokens but the first start, and the end
     sample_positions: torch.Tensor  # [batch] int64: of the token that follows each row's first one
@@ -60,6 +61,7 @@ class LaidOutRows:
             slot_mapping=room(num_tokens, i64),
             owners=room(num_tokens, i32),
             cu_query_lens=room(batch + 1, i32),
+            last_places=room(batch, i64),
             context_lens=room(batch, i32),
             cu_num_drafts=room(batch + 1, i32),
             sample_positions=room(batch, i64),
@@ -82,17 +84,19 @@ def lay_out_rows(
     *,
     block_size: int,
     max_query_len: int,
+    reach: int = 0,
     out: LaidOutRows,
 ) -> None:
     """Lay out a step: tokens with their positions and places in the cache, and how each row is sampled.
 
-    Rows without tokens stand behind all others. The blocks of a slot cover all its row's positions.
+    Rows without tokens stand behind all others. The blocks of a slot cover all its row's positions; those of `reach`
+    more positions are laid out as well.
     """
     if runs_triton(first_tokens):
         from kernels.step_rows_triton import launch_lay_out_rows
 
         given = (slots, starts, query_lens, first_tokens, more_tokens)
-        launch_lay_out_rows(state, *given, block_size=block_size, max_query_len=max_query_len, out=out)
+        launch_lay_out_rows(state, *given, block_size=block_size, max_query_len=max_query_len, reach=reach, out=out)
         return
     num_rows = int((query_lens > 0).sum())
     rows, lens = slots[:num_rows].long(), query_lens[:num_rows].long()
@@ -112,12 +116,67 @@ def lay_out_rows(
     out.owners.fill_(len(slots))[:total] = owners.int()
     out.cu_query_lens.fill_(total)[0] = 0
     out.cu_query_lens[1 : num_rows + 1] = ends.int()
+    out.last_places.copy_((out.cu_query_lens[1:] - 1).clamp(min=0))
     out.context_lens.zero_()[:num_rows] = (first + lens).int()
     out.cu_num_drafts.fill_(total - num_rows)[0] = 0
     out.cu_num_drafts[1 : num_rows + 1] = (lens - 1).cumsum(0).int()
     out.sample_positions.zero_()[:num_rows] = first + 1
     for name in ("temperature", "seeds", "top_k", "top_p", "min_p", "block_tables"):
         getattr(out, name).copy_(getattr(state, name)[slots.long()])
+
+
+@dataclass(frozen=True)
+class LaidOutDrafts:
+    """Where k draft tokens of each row stand, and how all but the last are fed to the model; `width` >= batch."""
+
+    sample_positions: torch.Tensor  # [k, width] int64
+    positions: torch.Tensor  # [k - 1, width] int64
+    slot_mapping: torch.Tensor  # [k - 1, width] int64
+    context_lens: torch.Tensor  # [k - 1, width] int32
+
+    @classmethod
+    def empty(cls, num_draft_tokens: int, width: int, device: torch.device) -> LaidOutDrafts:
+        """Room for so much."""
+
+        def room(num_tokens: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.zeros((num_tokens, width), dtype=dtype, device=device)
+
+        fed = num_draft_tokens - 1
+        return cls(
+            room(num_draft_tokens, torch.int64),
+            room(fed, torch.int64),
+            room(fed, torch.int64),
+            room(fed, torch.int32),
+        )
+
+
+def lay_out_drafts(
+    rows: LaidOutRows,
+    capacities: torch.Tensor,  # [batch] int32: positions of each row that the cache has room for
+    *,
+    block_size: int,
+    out: LaidOutDrafts,
+) -> None:
+    """Lay out draft tokens behind rows that were laid out with a `reach` of as many.
+
+    Beyond its capacity, for drafts that nobody asked for, a row's tokens are computed as if they stood first, and kept
+    nowhere.
+    """
+    if runs_triton(capacities):
+        from kernels.step_rows_triton import launch_lay_out_drafts
+
+        launch_lay_out_drafts(rows, capacities, block_size=block_size, out=out)
+        return
+    batch, num_draft_tokens = len(capacities), len(out.sample_positions)
+    positions = rows.context_lens.long() + torch.arange(num_draft_tokens).unsqueeze(1)
+    out.sample_positions[:, :batch] = positions
+    positions = positions[:-1]
+    is_kept = positions < capacities
+    positions = torch.where(is_kept, positions, 0)
+    blocks = rows.block_tables.gather(1, (positions // block_size).T).T.long()
+    out.positions[:, :batch] = positions
+    out.slot_mapping[:, :batch] = torch.where(is_kept, blocks * block_size + positions % block_size, -1)
+    out.context_lens[:, :batch] = (positions + 1).int()
 
 
 def advance_slots(

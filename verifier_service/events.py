@@ -126,3 +126,15 @@ class StepOutput:
         if (frame := self.link_frames.get(key)) is None:
             frame = self.link_frames[key] = drafter_pb2.DraftRequest()
         return frame
+
+
+class Outbox:
+    """What is gathered for the network until it leaves. Belongs to the engine's thread."""
+
+    def __init__(self) -> None:
+        self.output = StepOutput()
+
+    def take(self) -> StepOutput:
+        """All of it; what comes next goes into another."""
+        output, self.output = self.output, StepOutput()
+        return output

@@ -6,37 +6,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from engine.step import PositionLogprobs
 from kernels.limits import MAX_DRAFT_TOKENS
 from outrider.protocol.wire import pack_tokens
-from outrider.v1 import common_pb2, generation_pb2
+from outrider.v1 import common_pb2
 from verifier_service.events import SequenceRecords, StepOutput
-from verifier_service.scheduler import Scheduled
 from verifier_service.sequence import TargetSequence
-from verifier_service.sequence_trace import Step
+from verifier_service.step import Committed, Step
 from verifier_service.step_metrics import StepMetrics
-from verifier_service.verify import Verified
 
 _ACCEPTED = bytes([common_pb2.TOKEN_ORIGIN_ACCEPTED] * MAX_DRAFT_TOKENS)
 _LAST = {origin: bytes([origin]) for origin in common_pb2.TokenOrigin.values()}
-
-
-@dataclass(slots=True)  # not frozen: one for each sequence of a step
-class Committed:
-    """What a step did to one sequence."""
-
-    step: Step
-    part: Scheduled
-    verified: Verified
-    position: int  # of the first new token
-    token_ids: Sequence[int]
-    finish_reason: generation_pb2.FinishReason  # UNSPECIFIED: the sequence goes on
-    draft_wait: float  # seconds
-    proposal_bytes: int
-
-    @property
-    def num_accepted(self) -> int:
-        """Accepted draft tokens, those behind the sequence's end left out."""
-        return min(self.verified.num_accepted, len(self.token_ids))
 
 
 @dataclass(frozen=True)
@@ -70,19 +50,19 @@ class Reporter:
         for ran in unreported:
             began_ns = time.time_ns()
             for committed in ran.all_committed:
-                self._report_one(committed, output)
+                self._report_one(ran.step, committed, output)
             if self._metrics is not None:
                 report_seconds = (time.time_ns() - began_ns) * 1e-9
                 self._metrics.stepped(ran.step, ran.all_committed, told_ns=ran.told_ns, report_seconds=report_seconds)
 
-    def _report_one(self, committed: Committed, output: StepOutput) -> None:
-        part, verified, token_ids = committed.part, committed.verified, committed.token_ids
+    def _report_one(self, step: Step, committed: Committed, output: StepOutput) -> None:
+        part, sampled, token_ids = committed.part, committed.sampled, committed.token_ids
         sequence = part.sequence
         update = output.session(sequence.session_id).updates.add(
             sequence_id=sequence.sequence_id,
             token_ids=pack_tokens(token_ids),
-            origins=_origins(part.num_drafts, verified.num_accepted)[: len(token_ids)],
-            logprobs=verified.logprobs[: len(token_ids)],
+            origins=_origins(part.num_drafts, sampled.num_accepted)[: len(token_ids)],
+            logprobs=_logprobs(token_ids, sampled.logprobs) if sampled.logprobs else (),
             num_draft_tokens=part.num_drafts,
             num_accepted_tokens=committed.num_accepted,
             # Fallbacks that this step brought about are reported with it.
@@ -96,13 +76,13 @@ class Reporter:
             update.ended.finish_reason = committed.finish_reason
         is_first = not sequence.prefilled_ns
         if is_first:
-            sequence.prefilled_ns = committed.step.end_ns
+            sequence.prefilled_ns = step.end_ns
             update.prefill.queue_seconds = (sequence.scheduled_ns - sequence.arrived_ns) * 1e-9
             update.prefill.prefill_seconds = (sequence.prefilled_ns - sequence.scheduled_ns) * 1e-9
             if self._metrics is not None:
                 self._metrics.prefilled(update.prefill.queue_seconds, update.prefill.prefill_seconds)
         if sequence.trace is not None:
-            self._trace_step(committed, output, is_first=is_first)
+            self._trace_step(step, committed, output, is_first=is_first)
 
     def end_trace(self, sequence: TargetSequence, output: StepOutput, *, is_closed: bool = False) -> None:
         """Hand out the last of what was noted for the sequence's trace."""
@@ -119,8 +99,8 @@ class Reporter:
                 SequenceRecords(sequence.session_id, sequence.sequence_id, records, is_closed=is_closed)
             )
 
-    def _trace_step(self, committed: Committed, output: StepOutput, *, is_first: bool) -> None:
-        step, part, sequence = committed.step, committed.part, committed.part.sequence
+    def _trace_step(self, step: Step, committed: Committed, output: StepOutput, *, is_first: bool) -> None:
+        part, sequence = committed.part, committed.part.sequence
         assert sequence.trace is not None
         if is_first:
             sequence.trace.prefilled(step, part, sequence.scheduled_ns, sequence.num_prompt_tokens)
@@ -137,6 +117,19 @@ class Reporter:
             self.end_trace(sequence, output)
         else:
             self.take_records(sequence, output)
+
+
+def _logprobs(token_ids: Sequence[int], logprobs: Sequence[PositionLogprobs]) -> list[common_pb2.PositionLogprobs]:
+    return [
+        common_pb2.PositionLogprobs(
+            chosen=common_pb2.TokenLogprob(token_id=token_id, logprob=found.logprob),
+            top=[
+                common_pb2.TokenLogprob(token_id=top_id, logprob=top_logprob)
+                for top_id, top_logprob in zip(found.top_token_ids, found.top_logprobs, strict=True)
+            ],
+        )
+        for token_id, found in zip(token_ids, logprobs, strict=False)  # behind a sequence's end there are more
+    ]
 
 
 def _origins(num_drafts: int, num_accepted: int) -> bytes:

@@ -10,33 +10,16 @@ from collections import Counter, deque
 from dataclasses import dataclass
 
 from engine.block_manager import BlockManager
+from engine.slots import SlotPool
+from engine.step import Executor, Row, Sampled, Wanted
 from kernels.limits import MAX_DRAFT_TOKENS
 from verifier_service.gathering import Gathering
 from verifier_service.sequence import TargetSequence
 from verifier_service.speculation import JOINING, LATE, READY, WAITING, LinkKey
+from verifier_service.step import Scheduled
 
 # A prompt that got nothing for so many steps no longer stands behind those that decode.
 MAX_STEPS_LEFT_OUT = 4
-
-
-@dataclass(slots=True)  # not frozen: one for each sequence of a step
-class Scheduled:
-    """A sequence's part of a step: `num_new` tokens that are committed but not computed, then `num_drafts` drafts.
-
-    A step that reaches the sequence's end samples there and commits tokens; an inner chunk of a prompt does not.
-    """
-
-    sequence: TargetSequence
-    num_new: int
-    num_drafts: int
-    is_sampled: bool
-    # The new token is the one that the step in flight samples; the host does not know it yet.
-    is_chained: bool = False
-
-    @property
-    def num_tokens(self) -> int:
-        """What the part takes of the step's budget."""
-        return self.num_new + self.num_drafts
 
 
 # A sequence that could take part in a step, and the draft tokens that the step would verify. A plain tuple, as one is
@@ -54,17 +37,19 @@ _Ready = tuple[
 @dataclass(frozen=True)
 class _Candidates:
     ready: list[_Ready]
+    chained: dict[TargetSequence, Scheduled]  # parts of those whose step is in flight
     num_speculating: int
     num_groups: int
-    waiting: set[LinkKey]  # drafters whose sequences shall wait for more of them
+    held_back: set[LinkKey]  # drafters whose sequences shall wait for more of them
 
 
 class Scheduler:
-    """Sequences that wait and that run. Belongs to the engine's thread."""
+    """Sequences that are queued and that run. Belongs to the engine's thread."""
 
     def __init__(
         self,
         blocks: BlockManager,
+        executor: Executor[Row, Sampled],
         *,
         max_running: int,
         max_num_batched_tokens: int,
@@ -74,74 +59,53 @@ class Scheduler:
         if max_num_batched_tokens <= MAX_DRAFT_TOKENS:
             raise ValueError(f"max_num_batched_tokens must be above {MAX_DRAFT_TOKENS}, the longest proposal")
         self.blocks = blocks
+        self._executor = executor
+        self._slots = SlotPool(max_running)
         self._max_running = max_running
         self._split_from = split_from
         self._max_num_batched_tokens = max_num_batched_tokens
-        self.waiting: deque[TargetSequence] = deque()
+        self.queue: deque[TargetSequence] = deque()
         # In order of admission, which decides who is preempted: the last one in.
         self.running: dict[TargetSequence, None] = {}
         self.num_preemptions = 0
         self._step = 0
         self._gathering = gathering
-        # Blocks ran out while steps were in flight, whose sequences cannot be preempted: launch nothing until they are
+        # Blocks ran out while steps were in flight, whose sequences cannot be preempted: begin nothing until they are
         # back.
         self.is_short = False
 
     def add(self, sequence: TargetSequence) -> None:
         """Queue a new sequence."""
-        self.waiting.append(sequence)
+        self.queue.append(sequence)
 
     def remove(self, sequence: TargetSequence) -> None:
-        """Forget a sequence and free its blocks."""
+        """Forget a sequence and free what it holds."""
         if sequence in self.running:
-            del self.running[sequence]
+            self._stop_running(sequence)
         else:
-            self.waiting.remove(sequence)
-        self.blocks.free(sequence.block_ids)
+            self.queue.remove(sequence)
 
     def schedule(self) -> tuple[list[Scheduled], list[TargetSequence]]:
         """The next step: (its parts, the sequences in it that run for the first time).
 
-        Sequences of steps in flight are left out, but for plain ones where all are plain and no prompt waits: those go
-        on from the token that is still being sampled.
+        It is to be submitted as it is, before anything else happens to its sequences. Those of steps in flight are left
+        out, unless nobody speculates: then they go on from the token that is still being sampled, where the executor
+        can do that.
         """
         self._step += 1
         self.is_short = False
-        if self._can_chain():
-            return self._schedule_chained(), []
         scheduled: dict[TargetSequence, Scheduled] = {}
         budget = self._continue_running(scheduled, self._max_num_batched_tokens)
-        admitted = self._admit_waiting(scheduled, budget)
+        admitted = [] if self.is_short else self._admit_queued(scheduled, budget)
         for place, sequence in enumerate(scheduled):
             sequence.last_turn = (self._step, place)
         return list(scheduled.values()), admitted
-
-    def _can_chain(self) -> bool:
-        has_chains = False
-        for sequence in self.running:
-            if sequence.is_in_flight:
-                has_chains = has_chains or sequence.can_chain
-            if sequence.speculation.drafter is not None or (not sequence.is_in_flight and sequence.num_missing > 1):
-                return False
-        return has_chains and not (self.waiting and len(self.running) < self._max_running)
-
-    def _schedule_chained(self) -> list[Scheduled]:
-        scheduled = []
-        for sequence in self.running:
-            if sequence.is_in_flight and not sequence.can_chain:
-                continue
-            is_chained = sequence.is_in_flight
-            if not self.blocks.grow(sequence.block_ids, sequence.length + is_chained):
-                self.is_short = True
-                return []
-            scheduled.append(Scheduled(sequence, 1, 0, True, is_chained))
-        return scheduled
 
     def _continue_running(self, scheduled: dict[TargetSequence, Scheduled], budget: int) -> int:
         candidates = self._candidates()
         num_verified_left = -(-candidates.num_speculating // candidates.num_groups)
         for _, _, _, sequence, num_drafts, gathers_with in sorted(candidates.ready):
-            if gathers_with in candidates.waiting:
+            if gathers_with in candidates.held_back:
                 continue
             if num_drafts:
                 if num_verified_left == 0:
@@ -150,12 +114,12 @@ class Scheduler:
             # A sequence that came before may have preempted this one to make room.
             if sequence not in self.running:
                 continue
-            part = self._fit(sequence, budget, num_drafts or _num_drafts(sequence))
-            if part is None:
+            if (part := candidates.chained.get(sequence)) is None:
+                part = self._fit(sequence, budget, num_drafts or _num_drafts(sequence))
+            if part is None or part.num_tokens > budget:
                 continue
-            num_tokens = part.num_new + part.num_drafts
-            if not self.blocks.grow(sequence.block_ids, sequence.num_computed + num_tokens):
-                victims = self._make_room(part)
+            if not self.blocks.grow(sequence.block_ids, reach := _reach(part)):
+                victims = self._make_room(sequence, reach)
                 if victims is None:
                     break
                 for victim in victims:
@@ -164,12 +128,14 @@ class Scheduler:
                 if sequence in victims:
                     continue
             scheduled[sequence] = part
-            budget -= num_tokens
+            budget -= part.num_tokens
         return budget
 
     def _candidates(self) -> _Candidates:
         """Who could take part in a step. One pass that looks at everything once: it stands between two steps."""
         ready: list[_Ready] = []
+        in_flight: list[tuple[int, TargetSequence]] = []  # and their places
+        chained: dict[TargetSequence, Scheduled] = {}
         num_speculating = 0
         ready_drafters: list[LinkKey] = []  # for each sequence that could take part
         missing_drafters: list[LinkKey] = []  # for each that should wait for a proposal, or whose step is in flight
@@ -182,6 +148,7 @@ class Scheduler:
             drafter = speculation.drafter if can_speculate else None
             num_speculating += drafter is not None
             if sequence.num_in_flight:
+                in_flight.append((place, sequence))
                 # Who goes on without a late drafter is not waited for either.
                 if drafter is not None and state is not LATE:
                     missing_drafters.append(drafter)
@@ -199,23 +166,45 @@ class Scheduler:
                 ready_drafters.append(gathers_with)
             is_last = is_prompt and self._step - sequence.last_turn[0] <= MAX_STEPS_LEFT_OUT
             ready.append((is_last, sequence.last_turn, place, sequence, num_drafts, gathers_with))
+        if not num_speculating:
+            for place, sequence in in_flight:
+                if (part := self._chain(sequence)) is not None:
+                    chained[sequence] = part
+                    ready.append((False, sequence.last_turn, place, sequence, 0, None))
         # With many of them, two halves: while the target verifies one, the drafter works for the other.
         num_groups = 1 if num_speculating < self._split_from else 2
-        waiting: set[LinkKey] = set()
+        held_back: set[LinkKey] = set()
         if self._gathering is not None:
-            waiting = self._gathering.waiting(Counter(ready_drafters), Counter(missing_drafters), num_groups=num_groups)
-        return _Candidates(ready, num_speculating, num_groups, waiting)
+            held_back = self._gathering.waiting(
+                Counter(ready_drafters), Counter(missing_drafters), num_groups=num_groups
+            )
+        return _Candidates(ready, chained, num_speculating, num_groups, held_back)
 
-    def _admit_waiting(self, scheduled: dict[TargetSequence, Scheduled], budget: int) -> list[TargetSequence]:
+    def _chain(self, sequence: TargetSequence) -> Scheduled | None:
+        """The part behind the sequence's step in flight, where that is certain to be wanted, but for a stop token."""
+        if (
+            not sequence.num_unknown  # what is in flight does not sample
+            or sequence.speculation.drafter is not None
+            or len(sequence.token_ids) + sequence.num_unknown >= sequence.length_limit
+        ):
+            return None
+        assert sequence.slot is not None
+        row = Row(sequence.slot, sequence.sampling, sequence.block_ids, -1, ())
+        row.num_logprobs, row.history = sequence.num_logprobs, sequence.history
+        return Scheduled(sequence, row, 1, 0, True) if self._executor.can_overlap(row) else None
+
+    def _admit_queued(self, scheduled: dict[TargetSequence, Scheduled], budget: int) -> list[TargetSequence]:
         admitted = []
-        while self.waiting and len(self.running) < self._max_running:
-            sequence = self.waiting[0]
-            part = self._fit(sequence, budget, _num_drafts(sequence))
+        while self.queue and len(self.running) < self._max_running:
+            sequence = self.queue[0]
+            num_tokens = self._fitting(sequence, budget, num_drafts := _num_drafts(sequence))
             # All of it must fit: a sequence that is admitted only to be preempted helps nobody.
-            if part is None or not self.blocks.grow(sequence.block_ids, sequence.length + _num_drafts(sequence)):
+            if num_tokens is None or not self.blocks.grow(sequence.block_ids, sequence.length + num_drafts):
                 break
-            self.waiting.popleft()
+            self.queue.popleft()
             self.running[sequence] = None
+            sequence.slot = self._slots.take()
+            part = _part(sequence, *num_tokens)
             scheduled[sequence] = part
             budget -= part.num_tokens
             if sequence.num_preemptions == 0:
@@ -226,10 +215,15 @@ class Scheduler:
 
     def _fit(self, sequence: TargetSequence, budget: int, num_drafts: int) -> Scheduled | None:
         """The sequence's part of a step with `budget` tokens left; None when there is no room for any."""
+        fitting = self._fitting(sequence, budget, num_drafts)
+        return None if fitting is None else _part(sequence, *fitting)
+
+    def _fitting(self, sequence: TargetSequence, budget: int, num_drafts: int) -> tuple[int, int, bool] | None:
+        """How many new tokens, how many drafts, and whether the part samples; None when there is no room for any."""
         num_missing = len(sequence.token_ids) - sequence.num_computed
         is_waiting = sequence.speculation.state is WAITING
         if num_missing == 1 and num_drafts < budget and not is_waiting:
-            return Scheduled(sequence, 1, num_drafts, True)
+            return 1, num_drafts, True
         # A preempted sequence may be computed anew while its drafter works, but not past the point where it would
         # sample without the proposal that it is waiting for.
         num_ready = num_missing - 1 if is_waiting else num_missing
@@ -242,19 +236,18 @@ class Scheduler:
             is_sampled = False
         if num_new == 0:
             return None
-        return Scheduled(sequence, num_new, num_drafts if is_sampled else 0, is_sampled)
+        return num_new, num_drafts if is_sampled else 0, is_sampled
 
-    def _make_room(self, part: Scheduled) -> list[TargetSequence] | None:
-        """Give the part its blocks, preempting those that came last for it; returns them.
+    def _make_room(self, sequence: TargetSequence, num_tokens: int) -> list[TargetSequence] | None:
+        """Give the sequence blocks for so many tokens, preempting those that came last for it; returns them.
 
         The sequence itself is among them when the older ones hold what is missing. The oldest of all always gets its
         blocks, as the whole cache is enough for one sequence of the greatest length: it ends, and then the next oldest.
         None, and `is_short`, where steps in flight have to come back first.
         """
-        sequence = part.sequence
         victims: list[TargetSequence] = []
-        while not self.blocks.grow(sequence.block_ids, sequence.num_computed + part.num_tokens):
-            if any(running.is_in_flight for running in self.running):
+        while not self.blocks.grow(sequence.block_ids, num_tokens):
+            if any(running.num_in_flight for running in self.running):
                 self.is_short = True
                 return None
             victim = next(reversed(self.running))
@@ -267,15 +260,47 @@ class Scheduler:
     def _preempt(self, sequence: TargetSequence) -> None:
         self.num_preemptions += 1
         sequence.num_preemptions += 1
-        del self.running[sequence]
-        self.blocks.free(sequence.block_ids)
+        self._stop_running(sequence)
         if sequence.trace is not None:
             sequence.trace.preempted(sequence.num_computed, sequence.length)
         sequence.num_computed = 0
-        self.waiting.appendleft(sequence)
+        self.queue.appendleft(sequence)
+
+    def _stop_running(self, sequence: TargetSequence) -> None:
+        del self.running[sequence]
+        self.blocks.free(sequence.block_ids)
+        assert sequence.slot is not None
+        self._slots.give_back(sequence.slot)
+        sequence.slot = None
 
 
 def _num_drafts(sequence: TargetSequence) -> int:
     """Draft tokens at hand that a step could verify."""
     speculation = sequence.speculation
     return min(len(speculation.drafts.token_ids), sequence.num_wanted_drafts) if speculation.state is READY else 0
+
+
+def _part(sequence: TargetSequence, num_new: int, num_drafts: int, is_sampled: bool) -> Scheduled:
+    assert sequence.slot is not None
+    start, token_ids = sequence.num_computed, sequence.token_ids
+    row = Row(
+        sequence.slot,
+        sequence.sampling,
+        sequence.block_ids,
+        start,
+        token_ids[-1:] if is_sampled and num_new == 1 else token_ids[start : start + num_new],
+    )
+    if is_sampled:
+        row.num_logprobs, row.history = sequence.num_logprobs, sequence.history
+        if num_drafts:
+            row.drafts = sequence.speculation.peek(num_drafts)
+    else:
+        row.wanted = Wanted.NOTHING
+    return Scheduled(sequence, row, num_new, num_drafts, is_sampled)
+
+
+def _reach(part: Scheduled) -> int:
+    """Positions of the sequence that the cache must have room for: what is in flight may commit all of its drafts."""
+    if part.row.is_chained:
+        return part.sequence.length + part.sequence.num_unknown
+    return part.sequence.num_computed + part.num_tokens

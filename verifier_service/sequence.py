@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engine.block_manager import BlockTable
+from engine.slots import Slot
 from kernels.penalties import TokenHistory
 from outrider.protocol.sampling_parameters import SamplingParameters
 from outrider.service.logs import Subject
@@ -17,8 +18,8 @@ from verifier_service.speculation import JOINING, LATE, LinkKey, Speculation
 class TargetSequence:
     """One sequence of one gateway.
 
-    `token_ids` is the prompt and everything committed. Of these, `num_computed` have keys and values in the cache, in
-    `block_ids`; while decoding, all but the last one.
+    `token_ids` is the prompt and everything committed. `num_computed` tokens have keys and values in the cache, in
+    `block_ids`, or will when the steps in flight have come back; while decoding, all but the last one.
     """
 
     session_id: int
@@ -48,6 +49,8 @@ class TargetSequence:
     fallbacks: list[common_pb2.Fallback] = field(default_factory=list)  # not yet reported
     num_computed: int = 0
     block_ids: BlockTable = field(default_factory=BlockTable)
+    # Its place on the device; None while it does not run.
+    slot: Slot | None = None
     # Tokens committed here, as opposed to those that came with the sequence.
     num_committed_here: int = 0
     scheduled_ns: int = 0
@@ -55,11 +58,10 @@ class TargetSequence:
     # Step, and place in it, of its last part.
     last_turn: tuple[int, int] = (0, 0)
     num_preemptions: int = 0
-    # Steps that were launched with it and have not come back: two where the second takes its token from the first.
+    # Steps that were submitted with it and have not come back: two where the second takes its token from the first.
     num_in_flight: int = 0
-    # Whether nobody had drafts in the last step that was launched with it: only such a step leaves its token on the
-    # device. Noted then, as the sequence may lose its drafter while the step is in flight.
-    was_launched_plainly: bool = False
+    # Most tokens that these may commit: the host does not know yet how many it will be.
+    num_unknown: int = 0
     # Gathering's own: monotonic time at which the last step began, until a proposal answers its verdict.
     step_began: float | None = None
     # Ended or closed: what a step in flight finds for it is nobody's.
@@ -93,26 +95,6 @@ class TargetSequence:
         return self.max_draft_tokens if room >= self.max_draft_tokens else max(room, 0)
 
     @property
-    def is_in_flight(self) -> bool:
-        """Whether a step with it has not come back."""
-        return self.num_in_flight > 0
-
-    @property
-    def can_chain(self) -> bool:
-        """Whether the step behind the one in flight is certain to be wanted, but for a stop token.
-
-        Only a plain step commits a number of tokens that is known before.
-        """
-        return (
-            self.num_in_flight == 1
-            and self.was_launched_plainly
-            and self.speculation.drafter is None
-            and self.history is None
-            and self.num_logprobs is None
-            and self.length + 1 < self.length_limit
-        )
-
-    @property
     def gathers_with(self) -> LinkKey | None:
         """The drafter with whose other sequences it takes its steps; None where it waits for nobody.
 
@@ -126,6 +108,8 @@ class TargetSequence:
 
     def cut(self, token_ids: list[int]) -> tuple[list[int], generation_pb2.FinishReason]:
         """What of newly sampled tokens the sequence keeps, and why it ends there (UNSPECIFIED: it does not)."""
+        if len(self.token_ids) + len(token_ids) < self.length_limit and self.last_token_ids.isdisjoint(token_ids):
+            return token_ids, generation_pb2.FINISH_REASON_UNSPECIFIED
         for index, token_id in enumerate(token_ids):
             if token_id in self.eos_token_ids:
                 reason = generation_pb2.FINISH_REASON_EOS

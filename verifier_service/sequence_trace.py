@@ -8,31 +8,12 @@ Only sequences of sampled traces have one of these; all others pay for the quest
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 from outrider.service.step_spans import EventRecord, SpanRecord, StepSpans
 
 if TYPE_CHECKING:
-    from verifier_service.scheduler import Scheduled
-
-
-@dataclass(frozen=True)
-class Step:
-    """One step of the engine over all its sequences; times in nanoseconds since the epoch."""
-
-    batch: Sequence[Scheduled]
-    start_ns: int
-    end_ns: int
-    # What it took to choose the sequences, before the start.
-    schedule_seconds: float = 0.0
-
-    @cached_property
-    def num_prefill_tokens(self) -> int:
-        """Tokens of prompts, and of what is computed again, that the step computed."""
-        return sum(part.num_new for part in self.batch if part.num_new > 1)
+    from verifier_service.step import Scheduled, Step
 
 
 class SequenceTrace:
@@ -122,7 +103,7 @@ class SequenceTrace:
             attributes = {"outrider.num_chunks": self._num_chunks, "outrider.position": position}
             self._records.append(SpanRecord("recompute", self._resumed_ns, step.start_ns, attributes))
             self._ready_ns, self._resumed_ns = step.start_ns, 0
-        num_prefill = step.num_prefill_tokens - (part.num_new if part.num_new > 1 else 0)
+        num_prefill = _prefill_tokens(step) - (part.num_new if part.num_new > 1 else 0)
         sums: dict[str, int | float] = {
             "outrider.num_draft_tokens": part.num_drafts,
             "outrider.num_accepted_tokens": num_accepted,
@@ -149,3 +130,8 @@ class SequenceTrace:
         self._ready_ns = step.end_ns
         self._draft_seconds = 0.0
         self._num_chunks = self._computing_ns = self._num_other_prefill_tokens = 0
+
+
+def _prefill_tokens(step: Step) -> int:
+    """Tokens of prompts that a sequence's step waited for: in its own pass and in the one ahead of it."""
+    return step.num_prefill_tokens + step.num_prefill_tokens_ahead

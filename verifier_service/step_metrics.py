@@ -5,30 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
-from typing import Protocol
 
 from outrider.service.instruments import Labels
 from outrider.v1 import common_pb2, generation_pb2
 from verifier_service.drafting import DraftingLinks
 from verifier_service.metrics import STAGES, VerifierMetrics
-from verifier_service.scheduler import Scheduled, Scheduler
-from verifier_service.sequence_trace import Step
-from verifier_service.verify import Verified
-
-
-class Outcome(Protocol):
-    """What a step did to one sequence."""
-
-    @property
-    def part(self) -> Scheduled: ...
-    @property
-    def verified(self) -> Verified: ...
-    @property
-    def token_ids(self) -> Sequence[int]: ...  # committed
-    @property
-    def draft_wait(self) -> float: ...  # seconds
-    @property
-    def finish_reason(self) -> generation_pb2.FinishReason: ...  # UNSPECIFIED: the sequence goes on
+from verifier_service.scheduler import Scheduler
+from verifier_service.step import Committed, Step
 
 
 class StepMetrics:
@@ -52,7 +35,7 @@ class StepMetrics:
         """Read the state of the engine from now on, whenever somebody asks."""
         metrics, blocks = self._metrics, scheduler.blocks
         metrics.sequences_running.follow(lambda: {(): len(scheduler.running)})
-        metrics.sequences_waiting.follow(lambda: {(): len(scheduler.waiting)})
+        metrics.sequences_waiting.follow(lambda: {(): len(scheduler.queue)})
         metrics.sequences_limit.follow(lambda: {(): max_running})
         metrics.late_proposals.follow(lambda: {(): links.num_late})
         metrics.preemptions.follow(lambda: {(): scheduler.num_preemptions})
@@ -63,7 +46,7 @@ class StepMetrics:
 
         metrics.kv_blocks.follow(kv_blocks)
 
-    def stepped(self, step: Step, outcomes: Sequence[Outcome], *, told_ns: int, report_seconds: float) -> None:
+    def stepped(self, step: Step, all_committed: Sequence[Committed], *, told_ns: int, report_seconds: float) -> None:
         """A step is over: the drafters had their verdicts at `told_ns`, and the gateways were told within so long."""
         self._stages["schedule"].add(step.schedule_seconds)
         self._stages["verify"].add(_seconds(step.start_ns, step.end_ns))
@@ -76,16 +59,16 @@ class StepMetrics:
         # Most sequences fare alike: what they have in common is counted together.
         alike: dict[tuple[str, int, int, int], int] = {}
         waits = []
-        for outcome in outcomes:
-            part, num_tokens, num_accepted = outcome.part, len(outcome.token_ids), outcome.verified.num_accepted
+        for committed in all_committed:
+            part, num_tokens, num_accepted = committed.part, len(committed.token_ids), committed.sampled.num_accepted
             if num_accepted > num_tokens:
                 num_accepted = num_tokens
             key = (part.sequence.speculation.address, part.num_drafts, num_accepted, num_tokens)
             alike[key] = alike.get(key, 0) + 1
-            if outcome.draft_wait:
-                waits.append(outcome.draft_wait)
-            if outcome.finish_reason:
-                name = generation_pb2.FinishReason.Name(outcome.finish_reason)
+            if committed.draft_wait:
+                waits.append(committed.draft_wait)
+            if committed.finish_reason:
+                name = generation_pb2.FinishReason.Name(committed.finish_reason)
                 self.ended(name.removeprefix("FINISH_REASON_").lower())
         self._waits.add_all(waits)
         for (drafter, num_drafts, num_accepted, num_tokens), times in alike.items():

@@ -1,7 +1,8 @@
 """Random histories of sequences that share blocks, against a model that is too simple to be wrong.
 
-What a position of a block holds stands for its keys and values: a number for the token and all tokens before it. A block
-that is shared wrongly, a copy that was forgotten or a stale match shows as a number that the sequence's tokens have not.
+What a position of a block holds stands for its keys and values: a number for the token and all tokens before it. A
+block that is shared wrongly, a copy that was forgotten or a stale match shows as a number that the sequence's tokens
+have not.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ class Contents:
 
 
 class Publications:
-    """The published prefixes by their tokens, and when each block was given back: what the manager has to agree with."""
+    """Published prefixes by their tokens, and when each block was given back: what the manager has to agree with."""
 
     def __init__(self, num_blocks: int) -> None:
         self._blocks: dict[tuple[int, ...], int] = {}
@@ -229,7 +230,7 @@ class History:
 
 
 def test_no_history_of_sharing_mixes_up_what_sequences_hold() -> None:
-    """Catches a forgotten copy, a shared block that is freed, a stale match, a lost block and a follower left behind."""
+    """Catches a forgotten copy, a shared block that is freed, a stale match, a lost block, a follower left behind."""
     seen: Counter[str] = Counter()
     for seed in range(NUM_HISTORIES):
         try:

@@ -28,20 +28,19 @@ import kernels.paged_attention_triton
 import kernels.rms_norm_triton
 import kernels.rotary_triton
 import kernels.silu_mul_triton
-from drafter_service.draft_graph import DraftGraphs
 from drafter_service.drafter import Draft
+from drafter_service.executor import DraftExecutor
 from drafter_service.model_drafter import ModelDrafter
 from drafter_service.sequence import DraftSequence
-from engine.block_manager import BlockManager
+from engine.block_manager import BlockManager, BlockTable
 from engine.draft_tokens import DraftRows, DraftTokens
 from engine.model_runner import ModelRunner
 from engine.sampling_tensors import new_history
+from engine.slots import Slot, SlotPool
+from engine.step import Row, Wanted
 from kernels.dispatch import interpreted_kernels
 from outrider.protocol.sampling_parameters import SamplingParameters
-from tests.services.sequences import arrive, target_sequence
-from verifier_service import verify as verification
-from verifier_service.decode_graph import DecodeGraphs
-from verifier_service.scheduler import Scheduled
+from verifier_service.executor import TargetExecutor
 
 VOCABULARY = 8192
 K = 4
@@ -137,17 +136,22 @@ def make_runner(path: Path, num_kv_heads: int) -> ModelRunner:
 
 def draft(runner: ModelRunner, launches: Launches, rng: np.random.Generator) -> None:
     """Load a drafter and let it draft for all kinds of batches, prompts and what follows."""
+
+    def make_executor(runner: ModelRunner) -> DraftExecutor:
+        return DraftExecutor(runner, num_slots=64, max_graph_rows=64, max_draft_tokens=K, num_candidates=CANDIDATES)
+
     drafter = ModelDrafter(
         lambda: runner,
+        make_executor,
         name="draft",
         revision="",
         tokenizer_fingerprint="",
         max_num_batched_tokens=runner.max_num_batched_tokens,
-        num_candidates=CANDIDATES,
+        max_sequences=64,
+        has_graphs=False,
     )
     drafter.load()
-    drafter._graphs = DraftGraphs(runner, max_sequences=64, max_draft_tokens=K, num_candidates=CANDIDATES)
-    drafter._graphs.capture(Pool())  # type: ignore[arg-type]
+    drafter._executor.use_graphs(Pool())  # type: ignore[arg-type]
     launches.has_warmed_up = True
     for number, num_sequences in enumerate(BATCH_SIZES * 2):
         sampling = list(KINDS.values())[number % len(KINDS)]
@@ -179,51 +183,51 @@ def draft(runner: ModelRunner, launches: Launches, rng: np.random.Generator) -> 
 def verify(runner: ModelRunner, launches: Launches, rng: np.random.Generator, *, is_cold: bool) -> None:
     """Warm a target up and let it verify all kinds of batches."""
     runner.warm_up()
-    graphs = DecodeGraphs(runner, max_sequences=64, max_draft_tokens=K, num_candidates=CANDIDATES)
-    graphs.capture(Pool())  # type: ignore[arg-type]
-    target: Any = mock.Mock(runner=runner, graphs=graphs, vocabulary_size=VOCABULARY, device=runner.device)
+    executor = TargetExecutor(runner, max_rows=64, max_draft_tokens=K, num_candidates=CANDIDATES)
+    executor.use_graphs(Pool())  # type: ignore[arg-type]
     if not is_cold:
-        verification.warm_up(target)
+        executor.warm_up()
     launches.has_warmed_up = True
-    blocks = BlockManager(runner.num_blocks, runner.block_size)
+    blocks, pool = BlockManager(runner.num_blocks, runner.block_size), SlotPool(64)
     for number, num_sequences in enumerate(BATCH_SIZES * 2):
         sampling = list(KINDS.values())[number % len(KINDS)]
         lengths = SHORT if number < len(BATCH_SIZES) else MIXED
-        batch, num_tokens = [], 0
+        rows, num_tokens = [], 0
         for index in range(num_sequences):
             length, num_logprobs = int(rng.choice(lengths)), 2 if number % 5 == 0 else None
-            part = random_part(rng, length, sampling if index % 3 else {}, num_logprobs=num_logprobs)
-            assert blocks.grow(part.sequence.block_ids, part.sequence.length + K)
-            if num_tokens + part.num_tokens <= runner.max_num_batched_tokens:
-                batch.append(part)
-                num_tokens += part.num_tokens
-        verification.verify(target, batch)
-        for part in batch:
-            blocks.free(part.sequence.block_ids)
+            row = random_row(rng, length, SamplingParameters(**(sampling if index % 3 else {})), pool.take())
+            row.num_logprobs = num_logprobs if row.wanted is Wanted.TOKENS else None
+            assert blocks.grow(row.blocks, length + K)
+            if num_tokens + len(row.token_ids) + len(row.drafts) <= runner.max_num_batched_tokens:
+                rows.append(row)
+                num_tokens += len(row.token_ids) + len(row.drafts)
+            else:
+                blocks.free(row.blocks)
+                pool.give_back(row.slot)
+        for part in executor.submit(rows):
+            part.collect()
+        for row in rows:
+            blocks.free(row.blocks)
+            pool.give_back(row.slot)
 
 
-def random_part(
-    rng: np.random.Generator, length: int, sampling: dict[str, Any], *, num_logprobs: int | None
-) -> Scheduled:
+def random_row(rng: np.random.Generator, length: int, sampling: SamplingParameters, slot: Slot) -> Row:
     """A prompt, the end or an inner chunk of one, or a sequence that decodes, some of them with draft tokens."""
-    sequence = target_sequence(
-        length,
-        length_limit=length + 64,
-        sampling=SamplingParameters(**sampling),
-        num_logprobs=num_logprobs,
-        num_computed=int(rng.choice([0, length // 2, max(length - 7, 0), length - 1])),
-    )
-    sequence.history = new_history(sequence.sampling, sequence.token_ids, length)
-    num_missing = length - sequence.num_computed
+    token_ids = [0] * length
+    start = int(rng.choice([0, length // 2, max(length - 7, 0), length - 1]))
+    row = Row(slot, sampling, BlockTable(), start, token_ids[start:])
+    num_missing = length - start
     if num_missing > 1 and rng.random() < 0.3:
-        return Scheduled(sequence, num_missing // 2, 0, is_sampled=False)
+        row.token_ids, row.wanted = token_ids[start : start + num_missing // 2], Wanted.NOTHING
+        return row
+    row.history = new_history(sampling, token_ids, length)
     num_drafts = int(rng.integers(0, K + 1))
     if num_drafts:
         width = int(rng.choice([0, 64, CANDIDATES]))
         ids = np.tile(np.arange(width, dtype=np.int32), (num_drafts, 1))
-        rows = DraftRows(np.zeros(num_drafts, np.int32), ids, np.full(ids.shape, 512, np.uint16))
-        arrive(sequence, DraftTokens([0] * num_drafts, rows))
-    return Scheduled(sequence, num_missing, num_drafts, is_sampled=True)
+        candidates = DraftRows(np.zeros(num_drafts, np.int32), ids, np.full(ids.shape, 512, np.uint16))
+        row.drafts = DraftTokens([0] * num_drafts, candidates)
+    return row
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -240,7 +244,7 @@ def main(arguments: Sequence[str]) -> None:
             module.has_dependent_launch = lambda device: True
     if is_cold:
         ModelRunner._attention_batches = lambda self, query_len: set()  # type: ignore[method-assign]
-        ModelDrafter._warm_up_sampling = lambda self: None  # type: ignore[method-assign]
+        DraftExecutor.warm_up = lambda self: None  # type: ignore[method-assign]
     found: dict[str, list[str]] = {"drafter": [], "verifier": []}
     rng = np.random.default_rng(0)
     for num_kv_heads in (8,) if is_cold else (8, 2):

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from engine.draft_tokens import DraftRows, DraftTokens
+from engine.step import Pass, Row, Sampled
 from outrider.protocol.sampling_parameters import SamplingParameters
 from outrider.v1 import common_pb2
 from verifier_service.sequence import TargetSequence
@@ -18,6 +19,21 @@ LINK = LinkKey("drafter:1", 1)
 VOCABULARY = 64
 
 _ids = itertools.count(1)
+
+
+class NoModel:
+    """An executor for those who only plan steps; `can_chain` is whether rows may follow a step in flight."""
+
+    max_in_flight = 2
+
+    def __init__(self, *, can_chain: bool = False) -> None:
+        self.can_chain = can_chain
+
+    def can_overlap(self, row: Row) -> bool:
+        return self.can_chain and row.history is None
+
+    def submit(self, rows: Sequence[Row]) -> Sequence[Pass[Sampled]]:
+        raise AssertionError("nothing is submitted here")
 
 
 def target_sequence(

@@ -215,8 +215,8 @@ async def test_closing_frees_all_blocks_in_both_services(pair: Pair, moment: str
         await eventually(lambda: verifier_is_empty(observer))
         await eventually(lambda: drafter_is_empty(drafter.address))
         await eventually(lambda: len(service._sessions) == 1)
-        assert not service._engine._sequences
-        assert not service._engine._by_link_id
+        assert not len(service._engine._sequences)
+        assert not service._engine._sequences._at_drafters
 
 
 async def test_more_than_may_wait_are_refused(pair: Pair) -> None:
@@ -246,7 +246,7 @@ async def test_an_exception_in_one_step(pair: Pair, monkeypatch: pytest.MonkeyPa
         await client.use_drafters(drafter.address)
         for _ in range(2):
             with monkeypatch.context() as patch:
-                fail_once(patch, service._target.runner, at_call=5)
+                fail_once(patch, service._target.executor._runner, at_call=5)
                 results = await asyncio.gather(
                     *(client.decode(prompt, drafter=drafter.address, max_tokens=40) for prompt in prompts(3))
                 )
@@ -270,7 +270,7 @@ async def test_a_device_that_fails_for_good(pair: Pair, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "kill", lambda pid, number: signals.append(number))
     settings = verifier_settings(target, max_running=1, drain_seconds=20)
     async with running_verifier(settings) as (verifier, service), decode_client(verifier.address) as client:
-        fail_once(monkeypatch, service._target.runner, at_call=1, times=1000)
+        fail_once(monkeypatch, service._target.executor._runner, at_call=1, times=1000)
         opened = [client.open(PROMPT, max_tokens=40) for _ in range(4)]
         await eventually(lambda: client.error is not None)
         assert isinstance(client.error, grpc.aio.AioRpcError)

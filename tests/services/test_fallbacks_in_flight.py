@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from engine.step import Row
 from outrider.v1 import drafter_pb2
 from tests.services.fake_drafter import Wire, fake_drafter, frame, refusal
 from tests.services.harness import (
@@ -21,30 +22,11 @@ from tests.services.harness import (
     verifier_is_empty,
     verifier_settings,
 )
+from tests.services.in_flight import Flights
 from tests.services.reference import greedy
-from tests.services.test_pipeline import depths  # noqa: F401  (verifiers that launch their steps as on a GPU)
-from verifier_service.decode_graph import GraphRun
-from verifier_service.pipeline import Pipeline
-from verifier_service.scheduler import Scheduled
 
 Pair = tuple[Path, Path]
 SPECULATING, WAITING, PLAIN = [4, 5, 6], [1, 2, 3], [7, 8, 9]
-
-
-class Gate:
-    """Keeps steps in flight while it is shut."""
-
-    def __init__(self) -> None:
-        self.is_shut = False
-
-
-@pytest.fixture
-def gate(depths: list[int], monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:  # noqa: F811
-    gate = Gate()
-    is_done = GraphRun.is_done.fget  # type: ignore[attr-defined]
-    monkeypatch.setattr(GraphRun, "is_done", property(lambda run: not gate.is_shut and is_done(run)))
-    yield gate
-    gate.is_shut = False
 
 
 async def verifying(stack: AsyncExitStack, target: Path, drafter: str) -> DecodeClient:
@@ -62,7 +44,7 @@ ASKS: dict[str, dict[str, Any]] = {"logprobs": {"logprobs": 2}, "penalty": {"sam
 @pytest.mark.parametrize("asks", ASKS.values(), ids=ASKS)
 @pytest.mark.parametrize("is_lost", [False, True], ids=["refused", "lost"])
 async def test_a_plan_does_not_outlive_what_it_was_made_from(
-    pair: Pair, gate: Gate, is_lost: bool, asks: dict[str, Any]
+    pair: Pair, flights: Flights, is_lost: bool, asks: dict[str, Any]
 ) -> None:
     """Catches a batch that is verified although the step that one of its parts is chained to was committed before."""
     answer = asyncio.Event()
@@ -79,13 +61,13 @@ async def test_a_plan_does_not_outlive_what_it_was_made_from(
         await eventually(lambda: len(waiting.token_ids) == 1)
         _, plain = client.open(PLAIN, max_tokens=40)
         await eventually(lambda: len(plain.token_ids) >= 3)
-        gate.is_shut = True
+        flights.is_held = True
         await asyncio.sleep(0.2)  # a step of the plain one is in flight, and stays so
         if is_lost:
             await drafters.aclose()
         answer.set()
         await eventually(lambda: len(waiting.token_ids) > 1 or waiting.done.is_set())
-        gate.is_shut = False
+        flights.is_held = False
         for result in (plain, waiting):
             await eventually(result.done.is_set)
         assert plain.token_ids == greedy(pair[0], PLAIN, 40)
@@ -96,19 +78,14 @@ async def test_a_plan_does_not_outlive_what_it_was_made_from(
 
 
 @pytest.mark.parametrize("num_right", [0, 4])
-async def test_a_drafter_lost_while_its_drafts_are_verified(
-    pair: Pair, gate: Gate, monkeypatch: pytest.MonkeyPatch, num_right: int
-) -> None:
+async def test_a_drafter_lost_while_its_drafts_are_verified(pair: Pair, flights: Flights, num_right: int) -> None:
     """Catches a plain step chained to one that verifies drafts: how much that one commits is not known before."""
-    launch = Pipeline.launch
 
-    def shutting(self: Pipeline, batch: Sequence[Scheduled], *, schedule_seconds: float) -> bool:
-        is_launched = launch(self, batch, schedule_seconds=schedule_seconds)
+    def hold(rows: Sequence[Row]) -> None:
         # The first step that has both of them, and drafts, stays in flight.
-        gate.is_shut |= is_launched and len(batch) == 2 and any(part.num_drafts for part in batch)
-        return is_launched
+        flights.is_held |= len(rows) == 2 and any(row.drafts.token_ids for row in rows)
 
-    monkeypatch.setattr(Pipeline, "launch", shutting)
+    flights.on_submit = hold
     right = replay([*SPECULATING, *greedy(pair[0], SPECULATING, 60)])
 
     def script(tokens: Sequence[int], count: int) -> list[int]:
@@ -125,15 +102,15 @@ async def test_a_drafter_lost_while_its_drafts_are_verified(
         _, waiting = client.open(WAITING, drafter=drafter.address, max_tokens=20)
         await eventually(lambda: len(waiting.token_ids) == 1)
         opened = []
-        while not gate.is_shut:  # they meet in one step sooner or later
+        while not flights.is_held:  # they meet in one step sooner or later
             opened = [client.open(PLAIN, max_tokens=60)[1]]
             opened.append(client.open(SPECULATING, drafter=drafter.address, max_tokens=60)[1])
-            await eventually(lambda opened=opened: gate.is_shut or all(result.done.is_set() for result in opened))
+            await eventually(lambda opened=opened: flights.is_held or all(result.done.is_set() for result in opened))
         await asyncio.sleep(0.2)
         await drafters.aclose()
         # All that can be done beside the step that is held is done: the one who waited goes on alone.
         await eventually(lambda: len(waiting.token_ids) > 1)
-        gate.is_shut = False
+        flights.is_held = False
         for result in (waiting, *opened):
             await eventually(result.done.is_set)
         for result, prompt in ((waiting, WAITING), (opened[0], PLAIN), (opened[1], SPECULATING)):

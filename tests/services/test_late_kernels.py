@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from drafter_service.model_drafter import ModelDrafter
+from drafter_service.executor import DraftExecutor
 from engine.model_runner import ModelRunner
 from kernels.dispatch import interpreted_kernels
 from tests.compiling import report_of
@@ -25,9 +25,7 @@ from tests.services.harness import (
     verifier_settings,
 )
 from tests.services.reference import prompts
-from verifier_service.decode_graph import DecodeGraphs
-from verifier_service.target import Target
-from verifier_service.verify import warm_up
+from verifier_service.executor import TargetExecutor
 
 
 def test_no_request_waits_for_a_compiler(tmp_path: Path) -> None:
@@ -48,20 +46,15 @@ def test_warming_up_runs_in_the_interpreter(pair: Pair) -> None:
     path, _ = pair
     limits = {"num_blocks": 12, "max_num_batched_tokens": 64, "max_length": 65}
     runner = ModelRunner(path, device=torch.device("cpu"), dtype=torch.float32, **limits)
-    target = Target(lambda: runner)
-    drafter = ModelDrafter(
-        lambda: runner, name="", revision="", tokenizer_fingerprint="", max_num_batched_tokens=64, num_candidates=8
-    )
-    with mock.patch.object(ModelRunner, "warm_up"):
-        target.load()
-    target.graphs = DecodeGraphs(runner, max_sequences=2, max_draft_tokens=2, num_candidates=8)
+    target = TargetExecutor(runner, max_rows=2, max_draft_tokens=2, num_candidates=8)
+    target.use_graphs(None)
+    drafter = DraftExecutor(runner, num_slots=2, max_graph_rows=2, max_draft_tokens=2, num_candidates=8)
     with interpreted_kernels():
         # As far as the batches and what is checked of them: the interpreter would take minutes to compute them all.
         with mock.patch.object(runner, "forward") as forward:
             runner.warm_up()
-        with mock.patch.object(runner, "_warm_up_with"):
-            drafter.load()
-        warm_up(target)
+        drafter.warm_up()
+        target.warm_up()
     batches = [call.args[0] for call in forward.call_args_list]
     # Contexts in one part and in several, up to the model's last position.
     assert {1, 16, 48, 65} <= {int(batch.context_lens.max()) for batch in batches}

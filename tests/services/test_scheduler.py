@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 
 from engine.block_manager import BlockManager
-from tests.services.sequences import LINK, commit, propose, target_sequence
+from tests.services.sequences import LINK, NoModel, commit, propose, target_sequence
 from verifier_service.scheduler import Scheduled, Scheduler
 from verifier_service.sequence import TargetSequence
 from verifier_service.speculation import WAITING, Speculation
@@ -16,15 +16,18 @@ from verifier_service.speculation import WAITING, Speculation
 BLOCK = 4
 
 
-def make_scheduler(num_blocks: int = 64, *, max_running: int = 8, budget: int = 40) -> tuple[Scheduler, BlockManager]:
+def make_scheduler(
+    num_blocks: int = 64, *, max_running: int = 8, budget: int = 40, can_chain: bool = False
+) -> tuple[Scheduler, BlockManager]:
     blocks = BlockManager(num_blocks, BLOCK)
-    return Scheduler(blocks, max_running=max_running, max_num_batched_tokens=budget), blocks
+    executor = NoModel(can_chain=can_chain)
+    return Scheduler(blocks, executor, max_running=max_running, max_num_batched_tokens=budget), blocks
 
 
 def run(scheduler: Scheduler, blocks: BlockManager) -> list[Scheduled]:
     """Schedule a step, check what must hold for any step, and count its tokens as computed."""
     parts, _ = scheduler.schedule()
-    held = [*scheduler.running, *scheduler.waiting]
+    held = [*scheduler.running, *scheduler.queue]
     blocks.check(sequence.block_ids for sequence in held)
     assert len({id(part.sequence) for part in parts}) == len(parts)
     for part in parts:
@@ -174,7 +177,7 @@ def test_nobody_is_admitted_without_blocks_for_all_of_the_prompt() -> None:
     scheduler.add(first)
     scheduler.add(second)
     assert [part.sequence for part in run(scheduler, blocks)] == [first]
-    assert list(scheduler.waiting) == [second]
+    assert list(scheduler.queue) == [second]
     scheduler.remove(first)
     assert [part.sequence for part in run(scheduler, blocks)] == [second]
 
@@ -194,14 +197,14 @@ def test_the_last_one_in_is_preempted_even_when_it_came_first_in_the_step() -> N
     parts = run(scheduler, blocks)
     assert [part.sequence for part in parts] == [old]
     assert (young.num_preemptions, old.num_preemptions) == (1, 0)
-    assert list(scheduler.waiting) == [young]
+    assert list(scheduler.queue) == [young]
     assert young.block_ids == []
 
 
 def test_of_many_speculating_sequences_a_step_verifies_half() -> None:
     """Catches a half that is never served, and halves where there are too few sequences for any."""
     blocks = BlockManager(200, BLOCK)
-    scheduler = Scheduler(blocks, max_running=20, max_num_batched_tokens=200, split_from=6)
+    scheduler = Scheduler(blocks, NoModel(), max_running=20, max_num_batched_tokens=200, split_from=6)
     sequences = [decoding(scheduler, blocks, length_limit=1000) for _ in range(7)]
     plain = decoding(scheduler, blocks, length_limit=1000, drafter=None)
     served: Counter[TargetSequence] = Counter()

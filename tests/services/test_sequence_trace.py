@@ -6,11 +6,13 @@ from collections.abc import Mapping
 
 import pytest
 
+from engine.slots import Slot
+from engine.step import PassKind, Row
 from outrider.service.step_spans import EventRecord, SpanRecord, Value
 from tests.services.sequences import target_sequence
 from verifier_service import sequence_trace
-from verifier_service.scheduler import Scheduled
-from verifier_service.sequence_trace import SequenceTrace, Step
+from verifier_service.sequence_trace import SequenceTrace
+from verifier_service.step import Scheduled, Step
 
 MS = 1_000_000
 
@@ -31,11 +33,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def part(num_new: int = 1, num_drafts: int = 0) -> Scheduled:
-    return Scheduled(target_sequence(), num_new, num_drafts, True)
+    sequence = target_sequence()
+    row = Row(Slot(0), sequence.sampling, sequence.block_ids, 0, [0] * num_new)
+    return Scheduled(sequence, row, num_new, num_drafts, True)
 
 
 def step(start: int, end: int, *parts: Scheduled) -> Step:
-    return Step(parts, start * MS, end * MS)
+    return Step(parts, PassKind.GRAPH, start * MS, end * MS)
 
 
 def verified(

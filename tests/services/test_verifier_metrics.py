@@ -176,7 +176,7 @@ async def test_failures_refusals_and_preemptions(
         decode_client(verifier.address) as client,
     ):
         await client.decode([], max_tokens=4)
-        fail_once(monkeypatch, service._target.runner, at_call=1)
+        fail_once(monkeypatch, service._target.executor._runner, at_call=1)
         await client.decode(PROMPT, max_tokens=4)
         # Five of 80 tokens at the end, and room for 256.
         results = [client.open(PROMPT[:4], max_tokens=76, seed=seed)[1] for seed in range(5)]

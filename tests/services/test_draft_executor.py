@@ -1,0 +1,221 @@
+"""The draft model's rounds in graphs, against those that run step by step.
+
+Without a GPU the same work runs unrecorded, which covers its layout and padding; on one (make gpu-test) it replays.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from drafter_service.drafter import Draft
+from drafter_service.executor import DraftExecutor
+from drafter_service.model_drafter import ModelDrafter
+from drafter_service.sequence import DraftSequence
+from engine.cuda_graph import batch_buckets
+from engine.model_runner import ModelRunner
+from outrider.protocol.sampling_parameters import SamplingParameters
+from tests.service_device import SERVICE_DEVICE, graph_pool
+from tests.tiny_models import save_tiny_llama
+
+VOCABULARY = 64
+SAMPLING = [
+    SamplingParameters(temperature=0.0),
+    SamplingParameters(temperature=1.0, seed=1),
+    SamplingParameters(temperature=0.8, seed=(1 << 64) - 3),
+    SamplingParameters(temperature=1.2, top_k=20, seed=3),
+    SamplingParameters(temperature=1.0, top_p=0.7, min_p=0.02, seed=4),
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_llama(tmp_path_factory.mktemp("model"), vocab_size=VOCABULARY, max_length=128)
+
+
+def make_runner(model: Path, *, num_blocks: int = 128) -> ModelRunner:
+    return ModelRunner(model, device=torch.device(SERVICE_DEVICE), dtype=torch.float32, num_blocks=num_blocks)
+
+
+def loaded_drafter(
+    model: Path, *, num_blocks: int = 128, graph_rows: int = 0, max_draft_tokens: int = 4
+) -> ModelDrafter:
+    """A drafter of 16 candidates, with graphs for so many rows, or none."""
+
+    def make_executor(runner: ModelRunner) -> DraftExecutor:
+        return DraftExecutor(
+            runner, num_slots=32, max_graph_rows=graph_rows, max_draft_tokens=max_draft_tokens, num_candidates=16
+        )
+
+    drafter = ModelDrafter(
+        lambda: make_runner(model, num_blocks=num_blocks),
+        make_executor,
+        name="tiny",
+        revision="",
+        tokenizer_fingerprint="",
+        max_num_batched_tokens=512,
+        max_sequences=32,
+        has_graphs=False,
+    )
+    drafter.load()
+    if graph_rows:
+        drafter._executor.use_graphs(graph_pool())
+    return drafter
+
+
+@pytest.mark.parametrize("most", [1, 5, 8, 64, 100, 300])
+def test_buckets_end_where_they_should(most: int) -> None:
+    """Catches a batch size without a bucket."""
+    buckets = batch_buckets(most)
+    assert buckets == sorted(set(buckets))
+    assert buckets[-1] == most
+
+
+def all_drafts(drafter: ModelDrafter, sequences: list[DraftSequence]) -> list[Draft]:
+    """A draft for each sequence, in as many rounds as it takes."""
+    found: dict[DraftSequence, Draft] = {}
+    while missing := [sequence for sequence in sequences if sequence not in found]:
+        for draft in drafter.draft(missing):
+            assert isinstance(draft, Draft)
+            found[draft.sequence] = draft
+    return [found[sequence] for sequence in sequences]
+
+
+def draft_sequences() -> list[DraftSequence]:
+    generator = np.random.default_rng(3)
+    return [
+        DraftSequence(
+            sequence_id=index,
+            token_ids=generator.integers(0, VOCABULARY, 3 + 9 * index).tolist(),
+            num_prompt_tokens=1,
+            sampling=sampling,
+            max_draft_tokens=1 + index % 4,
+            wants_candidates=not sampling.is_greedy,
+        )
+        for index, sampling in enumerate(SAMPLING)
+    ]
+
+
+def test_a_graphed_round_drafts_what_an_eager_one_does(model: Path) -> None:
+    """Catches a token fed back at the wrong place, and a cache that is wrong after one or two tokens of catching up."""
+
+    def three_rounds(drafter: ModelDrafter) -> list[tuple[list[int], list[list[int]], list[list[int]]]]:
+        sequences = draft_sequences()
+        found = []
+        for round_number in range(3):
+            for draft in all_drafts(drafter, sequences):
+                tokens = list(draft.token_ids)
+                if draft.candidate_ids is None or draft.candidate_weights is None:
+                    found.append((tokens, [], []))
+                else:
+                    # Candidates without weight are padding, and may be any.
+                    has_weight = draft.candidate_weights > 0
+                    found.append(
+                        (tokens, (draft.candidate_ids * has_weight).tolist(), draft.candidate_weights.tolist())
+                    )
+                # All accepted and a bonus token in one round, a rejection at the first token in the next.
+                sequence = draft.sequence
+                sequence.proposing.propose(tokens)
+                verdict = [*tokens, 7] if (round_number + sequence.sequence_id) % 2 else [(tokens[0] + 1) % VOCABULARY]
+                sequence.commit(verdict, sequence.length + len(verdict), 0)
+        for sequence in sequences:
+            drafter.release(sequence)
+        return found
+
+    eager = three_rounds(loaded_drafter(model))
+    for graph_rows in (5, 8, 2):
+        assert three_rounds(loaded_drafter(model, graph_rows=graph_rows)) == eager
+
+
+def test_a_proposal_is_no_longer_than_graphs_make_it(model: Path) -> None:
+    """Catches a request that is drafted without a graph, step by step, while everybody else waits."""
+
+    def lengths(drafter: ModelDrafter) -> list[int]:
+        sequences = draft_sequences()
+        for sequence in sequences:
+            sequence.max_draft_tokens = 6
+        return [len(draft.token_ids) for draft in all_drafts(drafter, sequences)]
+
+    assert set(lengths(loaded_drafter(model))) == {6}
+    assert lengths(loaded_drafter(model, graph_rows=8)) == [4] * len(SAMPLING)
+
+
+def test_a_graph_stays_within_learnt_positions(tmp_path: Path) -> None:
+    """Catches a round that looks up positions which the model has not, for drafts that nobody asked for."""
+    torch.manual_seed(0)
+    config = GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=VOCABULARY, n_positions=20, initializer_range=0.3)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+
+    def drafted(drafter: ModelDrafter) -> list[int]:
+        sequence = DraftSequence(
+            sequence_id=1,
+            token_ids=list(range(18)),
+            num_prompt_tokens=18,
+            sampling=SAMPLING[1],
+            max_draft_tokens=8,
+            wants_candidates=True,
+            num_computed=0,
+        )
+        all_drafts(drafter, [sequence])  # the prompt is no round of a graph's
+        # From the last prompt token on: what a graph can do.
+        sequence.num_computed = 17
+        (draft,) = all_drafts(drafter, [sequence])
+        return list(draft.token_ids)
+
+    eager = drafted(loaded_drafter(tmp_path))
+    assert drafted(loaded_drafter(tmp_path, graph_rows=2, max_draft_tokens=8)) == eager
+    assert len(eager) == 2
+
+
+def test_a_prompt_does_not_hold_up_those_that_draft(model: Path) -> None:
+    """Catches a prompt, computed step by step, in one round with what a graph holds; and one that is never computed."""
+    drafter = loaded_drafter(model, graph_rows=8)
+    old, new = draft_sequences()[2:4]
+    all_drafts(drafter, [old])
+    answers = []
+    for _ in range(4):
+        for sequence in (old, new):  # all drafts rejected
+            sequence.num_computed = min(sequence.num_computed, sequence.length - 1)
+        answers.append([draft.sequence for draft in drafter.draft([old, new])])
+    assert answers == [[old], [], [old, new], [old, new]]
+
+
+def test_a_full_cache_changes_no_draft(model: Path) -> None:
+    """Catches a sequence that is evicted by one before it in the same round, and goes on as if its cache were there."""
+
+    def drafts(num_blocks: int) -> list[tuple[int, list[int]]]:
+        drafter = loaded_drafter(model, num_blocks=num_blocks)
+        generator = np.random.default_rng(6)
+        sequences = [
+            DraftSequence(
+                sequence_id=index,
+                token_ids=generator.integers(0, VOCABULARY, 26 + 3 * index).tolist(),
+                num_prompt_tokens=1,
+                sampling=SamplingParameters(temperature=1.0, seed=index),
+                max_draft_tokens=4,
+                wants_candidates=True,
+            )
+            for index in range(6)
+        ]
+        found = []
+        for _ in range(30):
+            drafts = all_drafts(drafter, sequences)
+            for sequence, draft in zip(sequences, drafts, strict=True):
+                assert draft.candidate_weights is not None
+                found += [(sequence.sequence_id, sorted(row)) for row in draft.candidate_weights.tolist()]
+                # What the target commits does not depend on what was drafted: always something else.
+                token_id = int(generator.integers(0, VOCABULARY))
+                sequence.proposing.propose([token_id + 1])
+                sequence.commit([token_id], sequence.length + 1, 0)
+        return found
+
+    # Behind the first draft token, later ones follow what was drawn, which may fall on either side of a rounded weight.
+    enough, scarce = (drafts(num_blocks)[::4] for num_blocks in (128, 14))
+    assert len(enough) == len(scarce) == 180
+    for (number, weights), (other_number, other_weights) in zip(enough, scarce, strict=True):
+        assert number == other_number
+        assert max(abs(a - b) for a, b in zip(weights, other_weights, strict=True)) < 100

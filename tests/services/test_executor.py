@@ -1,0 +1,266 @@
+"""The target's executor: rows in graphs, chained or not, against rows that are computed one step at a time without.
+
+Without a GPU the graphs' work runs unrecorded, which covers its layout and padding; on one (make gpu-test) it replays.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from engine.block_manager import BlockManager, BlockTable
+from engine.draft_tokens import NO_DRAFT_TOKENS, DraftRows, DraftTokens
+from engine.model_runner import ModelRunner
+from engine.slots import Slot, SlotPool
+from engine.step import Pass, PassKind, Row, Sampled, Wanted
+from kernels.penalties import TokenHistory
+from outrider.protocol.sampling_parameters import SamplingParameters
+from tests.service_device import SERVICE_DEVICE, graph_pool
+from tests.tiny_models import save_tiny_llama
+from verifier_service.executor import TargetExecutor
+
+VOCABULARY = 64
+SAMPLING = [
+    SamplingParameters(temperature=0.0),
+    SamplingParameters(temperature=1.0, seed=1),
+    SamplingParameters(temperature=0.8, seed=(1 << 64) - 3),
+    SamplingParameters(temperature=1.2, top_k=20, seed=3),
+    SamplingParameters(temperature=1.0, top_p=0.7, min_p=0.02, seed=4),
+]
+PENALIZED = SamplingParameters(temperature=1.0, presence_penalty=0.7, repetition_penalty=1.2, seed=5)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_llama(tmp_path_factory.mktemp("model"), vocab_size=VOCABULARY, max_length=128)
+
+
+@dataclass(eq=False)
+class Decoding:
+    """A sequence as a service would keep it."""
+
+    sampling: SamplingParameters
+    token_ids: list[int]
+    slot: Slot
+    num_prompt_tokens: int
+    blocks: BlockTable = field(default_factory=BlockTable)
+    history: TokenHistory | None = None
+    num_logprobs: int | None = None
+
+    def row(self, drafts: DraftTokens = NO_DRAFT_TOKENS) -> Row:
+        return Row(
+            self.slot,
+            self.sampling,
+            self.blocks,
+            start=len(self.token_ids) - 1,
+            token_ids=self.token_ids[-1:],
+            drafts=drafts,
+            num_logprobs=self.num_logprobs,
+            history=self.history,
+        )
+
+    def chained(self) -> Row:
+        return replace(self.row(), start=-1, token_ids=())
+
+
+class Rig:
+    """An executor with some sequences, all but the last tokens of which are computed."""
+
+    def __init__(self, model: Path, *, has_graphs: bool, max_rows: int = 8, num_candidates: int = 16) -> None:
+        runner = ModelRunner(model, device=torch.device(SERVICE_DEVICE), dtype=torch.float32, num_blocks=128)
+        self.executor = TargetExecutor(runner, max_rows=max_rows, max_draft_tokens=4, num_candidates=num_candidates)
+        if has_graphs:
+            self.executor.use_graphs(graph_pool())
+        self.pool = SlotPool(max_rows)
+        self.manager = BlockManager(runner.num_blocks, runner.block_size)
+
+    def sequence(self, sampling: SamplingParameters, length: int, seed: int, **fields: Any) -> Decoding:
+        generator = np.random.default_rng(seed)
+        tokens = generator.integers(0, VOCABULARY, length).tolist()
+        sequence = Decoding(sampling, tokens, self.pool.take(), length, **fields)
+        if sampling.has_penalties:
+            sequence.history = TokenHistory(tokens, logit_bias=sampling.logit_bias)
+        assert self.manager.grow(sequence.blocks, length + 40)
+        if length > 1:
+            row = replace(sequence.row(), start=0, token_ids=tokens[:-1], wanted=Wanted.NOTHING, num_logprobs=None)
+            assert self.run([row]) == [None]
+        return sequence
+
+    def run(self, rows: Sequence[Row]) -> list[Sampled | None]:
+        return collected(self.executor.submit(rows), len(rows))
+
+
+def collected(passes: Sequence[Pass], num_rows: int) -> list[Sampled | None]:
+    found: list[Sampled | None] = [None] * num_rows
+    for part in passes:
+        for index, sampled in zip(part.rows, part.collect(), strict=True):
+            found[index] = sampled
+    return found
+
+
+def extend(sequences: Sequence[Decoding], found: Sequence[Sampled | None]) -> None:
+    for sequence, sampled in zip(sequences, found, strict=True):
+        assert sampled is not None
+        sequence.token_ids += sampled.token_ids
+
+
+def random_draft(generator: np.random.Generator, num_tokens: int, num_candidates: int) -> DraftTokens:
+    """Draft tokens with a uniform q over some candidates, or none at all."""
+    if num_candidates == 0:
+        ids = generator.integers(0, VOCABULARY, (num_tokens, 1)).astype(np.int32)
+        return DraftTokens(ids[:, 0].tolist(), DraftRows(ids[:, 0].copy(), ids[:, :0], ids[:, :0]))
+    rows = [generator.choice(VOCABULARY, num_candidates, replace=False) for _ in range(num_tokens)]
+    ids = np.array(rows, np.int32).reshape(num_tokens, num_candidates)
+    weights = np.full((num_tokens, num_candidates), 65536 // num_candidates, np.int32)
+    return DraftTokens(ids[:, 0].tolist(), DraftRows(ids[:, 0].copy(), ids, weights))
+
+
+def assert_same(found: Sequence[Sampled | None], expected: Sequence[Sampled | None]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one is not None
+        assert other is not None
+        assert (one.token_ids, one.num_accepted) == (other.token_ids, other.num_accepted)
+        for here, there in zip(one.logprobs, other.logprobs, strict=True):
+            assert here.logprob == pytest.approx(there.logprob, abs=1e-4)
+            assert list(here.top_logprobs) == pytest.approx(list(there.top_logprobs), abs=1e-4)
+            assert list(here.top_token_ids) == list(there.top_token_ids)
+
+
+@pytest.mark.parametrize("num_drafts", [(4, 0, 2, 3, 4), (0, 0, 0, 0, 0), (1, 4, 4)])
+@pytest.mark.parametrize("num_candidates", [0, 8])
+@pytest.mark.parametrize("max_rows", [5, 16])  # a bucket that the batch fills, and one with room for padding
+def test_a_graph_samples_what_an_eager_pass_does(
+    model: Path, num_drafts: tuple[int, ...], num_candidates: int, max_rows: int
+) -> None:
+    """Catches padding that reaches a real sequence, and ragged drafts laid out at the wrong rows."""
+    outcomes = []
+    for has_graphs in (False, True):
+        rig = Rig(model, has_graphs=has_graphs, max_rows=max_rows)
+        generator = np.random.default_rng(len(num_drafts) + num_candidates)
+        rows = [
+            rig.sequence(SAMPLING[index], 1 + 13 * index, seed=index).row(
+                random_draft(generator, count, num_candidates) if count else NO_DRAFT_TOKENS
+            )
+            for index, count in enumerate(num_drafts)
+        ]
+        kinds = [part.kind for part in rig.executor.submit(rows)]
+        assert kinds == [PassKind.GRAPH if has_graphs else PassKind.EAGER]
+        # Again, over inputs that hold what came before; and less of it, of which the rest must not be seen.
+        outcomes.append([*rig.run(rows), *rig.run(rows), *rig.run(rows[1:])])
+    assert_same(outcomes[1], outcomes[0])
+    assert_same(outcomes[0][len(num_drafts) + 1 : 2 * len(num_drafts)], outcomes[0][2 * len(num_drafts) :])
+
+
+def test_what_slots_keep_from_step_to_step_is_still_good(model: Path) -> None:
+    """Catches a slot with another sequence's sampling or blocks, and frames whose drafts are taken in disorder."""
+    rigs = [Rig(model, has_graphs=has_graphs, max_rows=5, num_candidates=16) for has_graphs in (False, True)]
+    outcomes: list[list[Sampled | None]] = [[], []]
+    for number, rig in enumerate(rigs):
+        generator = np.random.default_rng(5)
+        sequences = [rig.sequence(SAMPLING[index], 10 + 3 * index, seed=index) for index in range(5)]
+        frame = DraftRows(
+            generator.integers(0, 8, 20).astype(np.int32),  # each one of its own candidates
+            np.tile(np.arange(8, dtype=np.int32), (20, 1)),
+            np.full((20, 8), 1 << 13, np.uint16),
+        )
+        for step in range(30):
+            # The same sequences in the same order, some of them, others; as many drafts as before, or not.
+            order = [0, 1, 2, 3, 4] if step < 4 else generator.permutation(5)[: 3 + step % 3].tolist()
+            rows = []
+            for index in order:
+                sequence, count = sequences[index], 4 if step < 8 else int(generator.integers(0, 5))
+                # Blocks that go back and come again are others, in other places.
+                rig.manager.shrink(sequence.blocks, len(sequence.token_ids))
+                tokens = frame.token_ids[4 * index : 4 * index + count].tolist()
+                rows.append(sequence.row(DraftTokens(tokens, frame, 4 * index) if count else NO_DRAFT_TOKENS))
+            for index in reversed(order) if step % 2 else order:
+                assert rig.manager.grow(sequences[index].blocks, len(sequences[index].token_ids) + 4)
+            outcomes[number] += rig.run(rows)
+            if step % 7 == 6:  # another sequence in the place of one that is gone
+                gone = int(generator.integers(0, 5))
+                rig.manager.free(sequences[gone].blocks)
+                rig.pool.give_back(sequences[gone].slot)
+                sequences[gone] = rig.sequence(SAMPLING[step % 5], 20 + step, seed=100 + step)
+    assert_same(outcomes[1], outcomes[0])
+
+
+@pytest.mark.parametrize("has_drafts", [False, True])
+def test_penalties_and_logprobs_come_from_the_graphs_pass(model: Path, has_drafts: bool) -> None:
+    """Catches logits of another row, a penalty that reaches a neighbour, and a slot left at the unpenalised token."""
+    outcomes = []
+    for has_graphs in (False, True):
+        rig = Rig(model, has_graphs=has_graphs)
+        generator = np.random.default_rng(3)
+        fields: list[tuple[SamplingParameters, dict[str, Any]]] = [
+            (SAMPLING[1], {}),
+            (PENALIZED, {}),
+            (SAMPLING[0], {"num_logprobs": 3}),
+            (SAMPLING[4], {"num_logprobs": 0}),
+            (replace(PENALIZED, logit_bias={7: 30.0}), {"num_logprobs": 2}),
+        ]
+        sequences = [rig.sequence(sampling, 9 + i, seed=i, **more) for i, (sampling, more) in enumerate(fields)]
+        counts = [2, 4, 0, 3, 1] if has_drafts else [0] * 5
+        rows = [
+            sequence.row(random_draft(generator, count, 8) if count else NO_DRAFT_TOKENS)
+            for sequence, count in zip(sequences, counts, strict=True)
+        ]
+        (only,) = rig.executor.submit(rows)
+        found = list(only.collect())
+        # Behind a penalised row the slot is where the host thinks: a chained row goes on from there.
+        following = [replace(sequence.chained(), history=None) for sequence in sequences]
+        if not has_graphs:
+            for sequence, sampled in zip(sequences, found, strict=True):
+                assert sampled is not None
+                sequence.token_ids += sampled.token_ids
+            following = [replace(sequence.row(), history=None) for sequence in sequences]
+        outcomes.append([*found, *rig.run(following)])
+        assert [len(sampled.logprobs) > 0 for sampled in found if sampled] == [False, False, True, True, True]
+        assert found[4] is not None
+        assert found[4].token_ids[-1] == 7
+    assert_same(outcomes[1], outcomes[0])
+
+
+def test_steps_are_chained_whatever_came_before(model: Path) -> None:
+    """Catches a chained row at the wrong position or with another's token: behind drafts, a prompt, a plain row."""
+    tokens = []
+    for has_graphs in (False, True):
+        rig = Rig(model, has_graphs=has_graphs)
+        generator = np.random.default_rng(9)
+        sequences = [rig.sequence(SAMPLING[index], 12 + 5 * index, seed=index) for index in range(4)]
+        new = Decoding(SAMPLING[1], list(range(9)), rig.pool.take(), 9)
+        sequences.append(new)
+        starts = [len(sequence.token_ids) for sequence in sequences]
+        for step in range(8):
+            rows = []
+            for index, sequence in enumerate(sequences):
+                assert rig.manager.grow(sequence.blocks, len(sequence.token_ids) + 12)
+                count = 1 + int(generator.integers(0, 4))
+                rows.append(sequence.row(random_draft(generator, count, 8) if (step + index) % 3 else NO_DRAFT_TOKENS))
+            if step == 0:
+                rows[4] = replace(rows[4], start=0, token_ids=new.token_ids, drafts=NO_DRAFT_TOKENS)
+            if has_graphs:
+                # Two steps on their way: the second knows of the first only what the device knows.
+                assert all(rig.executor.can_overlap(sequence.chained()) for sequence in sequences)
+                first = rig.executor.submit(rows)
+                second = rig.executor.submit([sequence.chained() for sequence in sequences])
+                assert len(first) == 1 + (step == 0)
+                extend(sequences, collected(first, 5))
+                extend(sequences, collected(second, 5))
+            else:
+                extend(sequences, rig.run(rows))
+                extend(sequences, rig.run([sequence.row() for sequence in sequences]))
+        tokens.append([sequence.token_ids[start:] for sequence, start in zip(sequences, starts, strict=True)])
+    assert tokens[0] == tokens[1]
+    assert all(len(found) >= 16 for found in tokens[0])
+
+
+def test_warming_up_leaves_nothing_behind(model: Path) -> None:
+    rig = Rig(model, has_graphs=True)
+    rig.executor.warm_up()
+    assert rig.run([rig.sequence(SAMPLING[0], 5, seed=1).row()])[0] is not None
