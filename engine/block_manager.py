@@ -19,7 +19,7 @@ So blocks may be given back, matched or taken anew while copies are still due, a
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -52,8 +52,8 @@ class BlockTable(list[int]):
     def __init__(self) -> None:
         super().__init__()
         self._array = np.empty(16, dtype=np.int32)
-        # Counts the entries ever written; to replace one counts as writing all from it to the end. Only ever grows, and
-        # says nothing about other tables: who follows another one from here on begins at version 0.
+        # Counts the entries ever written; to replace some counts as writing all from the first of them to the end. Only
+        # ever grows, and says nothing of other tables: who turns to another one begins at version 0.
         self.version = 0
 
     @property
@@ -64,8 +64,8 @@ class BlockTable(list[int]):
     def changed_since(self, version: int) -> int:
         """The first index whose entry may differ from what it was at `version`; `len(table)` where none does.
 
-        Exact for who asks after each growth or replacement; else it may be lower than need be, never higher. 0 for
-        version 0, which is the empty table's.
+        Exact for who asks after each call that changed the table; else it may be lower than need be, never higher. 0
+        for version 0, which is the empty table's.
         """
         # Each entry written since then lies at most as far from the end as the version has grown: writing at the end
         # moves both by one, replacing moves the version by that distance, and shrinking only brings the end nearer.
@@ -79,10 +79,11 @@ class BlockTable(list[int]):
         self.append(block_id)
         self.version += 1
 
-    def _replace(self, index: int, block_id: int) -> None:
-        self[index] = block_id
-        self._array[index] = block_id
-        self.version += len(self) - index
+    def _replace(self, entries: Mapping[int, int]) -> None:
+        for index, block_id in entries.items():
+            self[index] = block_id
+            self._array[index] = block_id
+        self.version += len(self) - min(entries)
 
 
 class BlockManager:
@@ -144,14 +145,7 @@ class BlockManager:
         for index in touched:
             if block_ids[index] in published and references[block_ids[index]] == 1:
                 self._unpublish(block_ids[index])
-        copies = []
-        for index in shared:
-            copy = BlockCopy(block_ids[index], self._free.pop() if self._free else self._reclaim())
-            references[copy.source] -= 1
-            references[copy.destination] = 1
-            block_ids._replace(index, copy.destination)
-            if index * self.block_size < start or (index + 1) * self.block_size > end:
-                copies.append(copy)
+        copies = self._replace_shared(block_ids, shared, start, end) if shared else []
         self.grow(block_ids, end)
         return copies
 
@@ -228,6 +222,18 @@ class BlockManager:
         assert sorted([*self._free, *self._cached]) == unheld, "a KV block was lost or is held twice"
         assert self._cached.keys() <= places.keys(), "a cached KV block is not published"
         assert not places.keys() & set(self._free), "a free KV block is published"
+
+    def _replace_shared(self, block_ids: BlockTable, indices: Sequence[int], start: int, end: int) -> list[BlockCopy]:
+        """Put blocks of the table's own in place of shared ones; what of these is to be copied."""
+        own = {index: self._free.pop() if self._free else self._reclaim() for index in indices}
+        copies = []
+        for index, block_id in own.items():
+            self._num_references[block_ids[index]] -= 1
+            self._num_references[block_id] = 1
+            if index * self.block_size < start or (index + 1) * self.block_size > end:
+                copies.append(BlockCopy(block_ids[index], block_id))
+        block_ids._replace(own)
+        return copies
 
     def _reclaim(self) -> int:
         """A block to use anew where none is free: the longest unused of the cached ones, of which there must be one."""

@@ -1,8 +1,7 @@
 """Random histories of sequences that share blocks, against a model that is too simple to be wrong.
 
 What a position of a block holds stands for its keys and values: a number for the token and all tokens before it. A
-block that is shared wrongly, a copy that was forgotten or a stale match shows as a number that the sequence's tokens
-have not.
+block that is shared wrongly, a copy that was forgotten or a stale match shows as a number that is not the sequence's.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ NUM_STEPS = 14
 
 
 @dataclass(eq=False)
-class Held:
+class Sharer:
     token_ids: list[int]  # those whose contents are in the blocks, or will be after the next step
     table: BlockTable
     num_written: int  # of the tokens, before the next step
@@ -45,7 +44,7 @@ class Contents:
 
 
 class Publications:
-    """Published prefixes by their tokens, and when each block was given back: what the manager has to agree with."""
+    """The published prefixes by their tokens, and when each block was given back: the manager has to agree."""
 
     def __init__(self, num_blocks: int) -> None:
         self._blocks: dict[tuple[int, ...], int] = {}
@@ -95,7 +94,7 @@ class History:
         self.device = [[0] * self.size for _ in range(self.num_blocks)]
         self.contents = Contents()
         self.publications = Publications(self.num_blocks)
-        self.living: list[Held] = []
+        self.living: list[Sharer] = []
         self.copies: list[tuple[int, int]] = []
         self.seen: Counter[str] = Counter()
 
@@ -121,7 +120,7 @@ class History:
             self.seen["forked"] += 1
             fork = self.manager.fork(sequence.table)
             self._shrink(fork, sequence.num_written)
-            self.living.append(Held(sequence.token_ids[: sequence.num_written], fork, sequence.num_written))
+            self.living.append(Sharer(sequence.token_ids[: sequence.num_written], fork, sequence.num_written))
         elif kind < 0.3 + 0.1 * len(self.living):
             self.living.remove(sequence)
             self._shrink(sequence.table, 0)
@@ -138,9 +137,9 @@ class History:
         assert table == self.publications.match(prompt, self.size), "not the longest published prefix was matched"
         self.seen["matched"] += len(table)
         num_tokens = len(table) * self.size
-        self.living.append(Held(prompt[:num_tokens], table, num_tokens))
+        self.living.append(Sharer(prompt[:num_tokens], table, num_tokens))
 
-    def _plan_write(self, sequence: Held) -> None:
+    def _plan_write(self, sequence: Sharer) -> None:
         """Write from the last tokens on, of which some will turn out to be rejected; perhaps back to where it was."""
         start = len(sequence.token_ids)
         if self.chance.random() < 0.4:
@@ -205,7 +204,7 @@ class History:
             held = [content for block in sequence.table for content in self.device[block]][: len(sequence.token_ids)]
             assert held == self.contents.of(sequence.token_ids), "a sequence finds what another one wrote"
 
-    def _commit(self, sequence: Held) -> None:
+    def _commit(self, sequence: Sharer) -> None:
         if sequence.is_planned:
             sequence.is_planned = False
             del sequence.token_ids[sequence.num_kept :]
@@ -230,7 +229,7 @@ class History:
 
 
 def test_no_history_of_sharing_mixes_up_what_sequences_hold() -> None:
-    """Catches a forgotten copy, a shared block that is freed, a stale match, a lost block, a follower left behind."""
+    """Catches a forgotten copy, a shared block that is freed, a stale match, a lost block and a stale follower."""
     seen: Counter[str] = Counter()
     for seed in range(NUM_HISTORIES):
         try:

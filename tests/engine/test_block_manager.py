@@ -59,7 +59,7 @@ def test_shrinking_gives_back_whole_blocks() -> None:
 
 def test_a_follower_of_a_table_copies_what_changed_and_no_more() -> None:
     """Catches a device's copy that is stale behind an unchanged version, and one that is written anew each step."""
-    manager = BlockManager(8, SIZE)
+    manager = BlockManager(12, SIZE)
     table = grown(manager, 3 * SIZE)
     assert table.changed_since(0) == 0
     version = table.version
@@ -79,7 +79,12 @@ def test_a_follower_of_a_table_copies_what_changed_and_no_more() -> None:
     version = table.version
     manager.grow(table, 5 * SIZE)
     assert table.changed_since(version) == 4
-    manager.check([table, twin])
+
+    version = twin.version
+    third = manager.fork(twin)
+    assert manager.make_writable(twin, 2 * SIZE + 1, 6 * SIZE)
+    assert twin.changed_since(version) == 2, "two entries replaced and two added count from the first"
+    manager.check([table, twin, third])
 
 
 def test_a_block_is_free_when_its_last_table_gives_it_back() -> None:
@@ -162,6 +167,7 @@ def test_a_published_prefix_is_matched_in_full_blocks_and_never_whole() -> None:
     assert manager.match(tokens[:SIZE]) == []
     assert manager.match([]) == []
     assert manager.match([*tokens[:SIZE], 99, *tokens[SIZE:]]) == table[:1]
+    assert manager.match([*tokens[: SIZE - 1], 99, *tokens[SIZE:]]) == [], "all tokens of a block count"
 
 
 def test_the_same_tokens_behind_another_prefix_are_not_matched() -> None:
@@ -221,8 +227,10 @@ def test_a_published_block_that_is_written_to_is_no_longer_matched_nor_what_is_b
     manager.free(matched)
     manager.shrink(fork, SIZE + 2)
     assert manager.make_writable(fork, SIZE + 2, SIZE + 3) == []
-    assert manager.match(tokens) == kept
+    matched = manager.match(tokens)
+    assert matched == kept
     assert manager.num_free == 2
+    manager.check([fork, matched])
 
 
 def test_what_is_published_twice_keeps_its_first_blocks() -> None:
