@@ -138,9 +138,10 @@ class BlockManager:
         if not 0 <= start < end:
             raise ValueError(f"positions {start} to {end} are no range to write to")
         references, published = self._num_references, self._index.publications
-        touched = range(start // self.block_size, min(self.blocks_for(end), len(block_ids)))
+        num_needed, num_held = -(-end // self.block_size), len(block_ids)
+        touched = range(start // self.block_size, min(num_needed, num_held))
         shared = [index for index in touched if references[block_ids[index]] > 1]
-        if len(shared) + max(0, self.blocks_for(end) - len(block_ids)) > self.num_free:
+        if len(shared) + max(0, num_needed - num_held) > len(self._free) + len(self._cached):
             return None
         for index in touched:
             if block_ids[index] in published and references[block_ids[index]] == 1:
