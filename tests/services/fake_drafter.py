@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -140,3 +141,13 @@ async def fake_drafter(
 def answers(*wires: Wire) -> Hook:
     """Send these instead of every proposal."""
     return lambda proposal, sequence: wires
+
+
+def late(seconds: float) -> Hook:
+    """Send every proposal, too late."""
+
+    async def hook(proposal: drafter_pb2.Proposal, sequence: DraftSequence) -> Sequence[Wire]:
+        await asyncio.sleep(seconds)
+        return [frame(proposal)]
+
+    return hook
