@@ -291,8 +291,8 @@ async def collector(plan: Plan) -> AsyncIterator[tuple[Exports, Exports]]:
     spans = Exports(lambda request: request.resource_spans, trace_service_pb2.ExportTraceServiceResponse)
     metrics = Exports(lambda request: request.resource_metrics, metrics_service_pb2.ExportMetricsServiceResponse)
     server = grpc.aio.server()
-    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(spans, server)
-    metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(metrics, server)
+    trace_service_pb2_grpc.add_TraceServiceServicer_to_server(spans, server)  # type: ignore[no-untyped-call]
+    metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(metrics, server)  # type: ignore[no-untyped-call]
     if plan.collector_tls:
         key, certificate = (Path(plan.collector_tls, name).read_bytes() for name in ("tls.key", "tls.crt"))
         server.add_secure_port(f"{NODE}:4317", grpc.ssl_server_credentials([(key, certificate)]))

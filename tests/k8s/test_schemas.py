@@ -7,7 +7,7 @@ from collections import Counter
 from functools import cache
 from typing import Any
 
-import kubernetes_validate
+import kubernetes_validate  # type: ignore[import-untyped]
 import pytest
 
 from tests.k8s.manifests import COMPONENTS, K8S, OVERLAYS, Manifests, Object, rendered
