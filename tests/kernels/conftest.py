@@ -48,7 +48,7 @@ def triton_device(request: pytest.FixtureRequest) -> TritonDevice:
 def poisoned_memory() -> Iterator[None]:
     """Fill what torch.empty returns with NaN, or the largest integer."""
     torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]  # the module is an object
     try:
         yield
     finally:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from scipy import stats
 
-from kernels.draft_sample import DraftSample, draft_sample
+from kernels.draft_sample import NUM_CANDIDATES, DraftSample, draft_sample
 from kernels.integer_weights import exponential_weights
 from kernels.limits import WEIGHT_TOTAL
 from kernels.random import Purpose, random_words
@@ -24,6 +24,18 @@ def inputs(batch_size: int, vocab_size: int, scale: float = 2.0) -> dict[str, to
         "seeds": torch.randint(-(2**63), 2**63 - 1, (batch_size,), generator=generator),
         "positions": torch.randint(0, 2**40, (batch_size,), generator=generator),
     }
+
+
+def sample(arguments: dict[str, torch.Tensor], num_candidates: int = NUM_CANDIDATES) -> DraftSample:
+    return draft_sample(
+        arguments["logits"],
+        arguments["temperature"],
+        arguments["seeds"],
+        arguments["positions"],
+        top_k=arguments.get("top_k"),
+        top_p=arguments.get("top_p"),
+        num_candidates=num_candidates,
+    )
 
 
 def assert_same(output: DraftSample, expected: DraftSample) -> None:
@@ -46,10 +58,10 @@ def test_triton_equals_reference(triton_device: TritonDevice, vocab_size: int, n
     arguments["logits"][6, :5] = torch.inf
     filters = {"top_p": torch.tensor([0.9, 1.0]).repeat(7)[:13]} if vocab_size == 111 else {}
     with poisoned_memory():
-        expected = draft_sample(**arguments, **filters, num_candidates=num_candidates)
+        expected = sample(arguments | filters, num_candidates)
     with triton_device() as device:
         moved = {name: value.to(device) for name, value in (arguments | filters).items()}
-        output = draft_sample(**moved, num_candidates=num_candidates)
+        output = sample(moved, num_candidates)
     assert_same(output, expected)
 
 
@@ -67,10 +79,10 @@ def test_of_equal_logits_the_lower_ids_are_candidates(triton_device: TritonDevic
     arguments = inputs(5, vocab_size) | {"logits": logits.bfloat16()}
     expected = logits.sort(dim=1, descending=True, stable=True).indices[:, :num_candidates]
     with poisoned_memory():
-        reference = draft_sample(**arguments, num_candidates=num_candidates)
+        reference = sample(arguments, num_candidates)
     with triton_device() as device:
         moved = {name: value.to(device) for name, value in arguments.items()}
-        output = draft_sample(**moved, num_candidates=num_candidates)
+        output = sample(moved, num_candidates)
     assert torch.equal(reference.candidate_ids.long(), expected)
     assert torch.equal(output.candidate_ids.cpu().long(), expected)
 
@@ -88,9 +100,9 @@ def test_wide_vocabulary(num_candidates: int, dtype: torch.dtype) -> None:
     arguments["logits"][9, ::2] = -torch.inf
     filters = {"top_k": torch.tensor([0, 90], dtype=torch.int32).repeat(20), "top_p": torch.full((40,), 0.95)}
     for shaping in ({}, filters):
-        expected = draft_sample(**arguments, **shaping, num_candidates=num_candidates)
+        expected = sample(arguments | shaping, num_candidates)
         moved = {name: value.to("cuda") for name, value in (arguments | shaping).items()}
-        assert_same(draft_sample(**moved, num_candidates=num_candidates), expected)
+        assert_same(sample(moved, num_candidates), expected)
 
 
 @pytest.mark.gpu
@@ -99,14 +111,14 @@ def test_runs_in_a_cuda_graph() -> None:
         pytest.skip("no CUDA GPU")
     static = {name: value.to("cuda") for name, value in inputs(8, 5000).items()}
     static["top_p"] = torch.full((8,), 0.9, device="cuda")
-    draft_sample(**static)  # compiles
+    sample(static)  # compiles
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        output = draft_sample(**static)
+        output = sample(static)
     static["logits"].copy_(static["logits"].flip(1) * 1.5)
     static["seeds"] += 1
     graph.replay()
-    expected = draft_sample(**static)
+    expected = sample(static)
     for name in ("token_ids", "candidate_ids", "candidate_weights"):
         assert torch.equal(getattr(output, name), getattr(expected, name))
 
@@ -114,7 +126,7 @@ def test_runs_in_a_cuda_graph() -> None:
 def test_weights_are_the_largest_remainders(device: torch.device) -> None:
     """Each weight is within one unit of its exact share, and rounding up went to the largest remainders."""
     arguments = {name: value.to(device) for name, value in inputs(40, 200).items()}
-    output = draft_sample(**arguments, num_candidates=32)
+    output = sample(arguments, 32)
     for row in range(40):
         weights = output.candidate_weights[row].tolist()
         if float(arguments["temperature"][row]) == 0:
@@ -137,7 +149,7 @@ def test_weights_are_the_largest_remainders(device: torch.device) -> None:
 def test_token_is_drawn_from_the_integers_with_draft_noise(device: torch.device) -> None:
     """The drawn token is the one whose span of cumulative weight holds the noise's upper 16 bits."""
     arguments = {name: value.to(device) for name, value in inputs(200, 50).items()}
-    output = draft_sample(**arguments)
+    output = sample(arguments)
     draws = random_words(arguments["seeds"], arguments["positions"], Purpose.DRAFT)[:, 0] >> 16
     ends = output.candidate_weights.cumsum(dim=1)
     places = (ends <= draws.unsqueeze(1)).sum(dim=1).clamp_max(49)
@@ -187,9 +199,9 @@ def test_certain_rows_have_no_weights(device: torch.device) -> None:
 
 def test_tokens_do_not_depend_on_the_batch(device: torch.device) -> None:
     arguments = {name: value.to(device) for name, value in inputs(30, 300).items()}
-    together = draft_sample(**arguments)
+    together = sample(arguments)
     for row in range(30):
-        alone = draft_sample(**{name: value[row : row + 1] for name, value in arguments.items()})
+        alone = sample({name: value[row : row + 1] for name, value in arguments.items()})
         assert torch.equal(alone.token_ids[0], together.token_ids[row])
         assert torch.equal(alone.candidate_weights[0], together.candidate_weights[row])
 
@@ -198,7 +210,7 @@ def test_arguments_are_checked() -> None:
     arguments = inputs(3, 16)
     for name, value in {"temperature": torch.ones(2), "seeds": torch.zeros(3), "positions": torch.zeros(2)}.items():
         with pytest.raises(ValueError, match=name):
-            draft_sample(**(arguments | {name: value}))
+            sample(arguments | {name: value})
     for num_candidates in (0, 1025):
         with pytest.raises(ValueError, match="num_candidates"):
-            draft_sample(**arguments, num_candidates=num_candidates)
+            sample(arguments, num_candidates)

@@ -1,4 +1,6 @@
 """The choice by integer weights: nothing of weight 0 is ever drawn, at whatever noise."""
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+# Triton's decorators and device functions carry no types.
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ CASES = [
 
 
 @triton.jit
-def _choose_kernel(weights_ptr, noise_ptr, index_ptr, size, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _choose_kernel(weights_ptr, noise_ptr, index_ptr, size, BLOCK: tl.constexpr):
     slots = tl.arange(0, BLOCK)
     weights = tl.load(weights_ptr + slots, mask=slots < size, other=0)
     tl.store(index_ptr, triton_choose(weights, tl.load(noise_ptr)))
@@ -67,7 +69,7 @@ def test_weights_are_exact_integers_and_sums_fit_float64() -> None:
 
 
 @triton.jit
-def _weights_kernel(logits_ptr, weights_ptr, maximum, temperature, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+def _weights_kernel(logits_ptr, weights_ptr, maximum, temperature, BLOCK: tl.constexpr):
     slots = tl.arange(0, BLOCK)
     tl.store(weights_ptr + slots, triton_exponential_weights(tl.load(logits_ptr + slots), maximum, temperature))
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
 import pytest
@@ -29,6 +29,14 @@ START = 5
 ALMOST_NEVER = 1e-6
 
 Array = np.ndarray[Any, Any]
+
+
+class Filters(TypedDict):
+    """What cuts a distribution, a tensor [batch] each."""
+
+    top_k: torch.Tensor | None
+    top_p: torch.Tensor | None
+    min_p: torch.Tensor | None
 
 
 @dataclass(frozen=True)
@@ -54,7 +62,7 @@ class Setting:
         heat = 0.0 if self.is_one_hot else temperature or self.temperature
         return draft_sample(self.draft, torch.full((n,), heat), zeros, zeros, num_candidates=VOCAB_SIZE)
 
-    def filters(self, n: int, device: torch.device) -> dict[str, torch.Tensor | None]:
+    def filters(self, n: int, device: torch.device) -> Filters:
         return {
             "top_k": torch.full((n,), self.top_k, dtype=torch.int32, device=device) if self.top_k else None,
             "top_p": torch.full((n,), self.top_p, device=device) if self.top_p < 1 else None,
@@ -334,7 +342,8 @@ def test_penalties_count_the_accepted_drafts(device: torch.device) -> None:
         for token in {*prompt, *output_ids}:
             row[token] = row[token] / repetition if row[token] > 0 else row[token] * repetition
         row[list(set(output_ids))] -= presence
-        return shaped_probabilities(row[None], 1.0)[0]
+        p: Array = shaped_probabilities(row[None], 1.0)[0]
+        return p
 
     p_first = penalized([])
     joint = np.stack([p_first[token] * penalized([token]) for token in range(VOCAB_SIZE)])

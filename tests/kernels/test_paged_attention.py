@@ -36,7 +36,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
             pytest.skip("Triton compiles where there is a GPU")
         assert os.environ.get("TRITON_INTERPRET") == "1", "tests/conftest.py sets it before Triton is imported"
     torch.use_deterministic_algorithms(True)
-    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]  # the module is an object
     with interpreted_kernels() if request.param == "interpreter" else nullcontext():
         yield torch.device("cuda" if request.param == "cuda" else "cpu")
     torch.use_deterministic_algorithms(False)
@@ -72,9 +72,8 @@ def test_splits_of_a_context(device: torch.device, query_len: int, sliding_windo
     """
     lens = [(query_len, context_len) for context_len in (5, 16, 64, 65, 333)] + [(0, 0)]
     case = make_case(lens, num_heads=4, num_kv_heads=1, head_dim=64, device=device, seed=query_len)
-    options = {"scale": 0.2, "sliding_window": sliding_window}
-    output = paged_attention(*case.arguments(), max_query_len=5, **options)
-    expected = dense_attention(case, **options)
+    output = paged_attention(*case.arguments(), scale=0.2, max_query_len=5, sliding_window=sliding_window)
+    expected = dense_attention(case, scale=0.2, sliding_window=sliding_window)
     torch.testing.assert_close(output.double().cpu(), expected, atol=2e-6, rtol=1e-5)
     last = slice(-query_len, None)
     output = paged_attention(
@@ -84,8 +83,9 @@ def test_splits_of_a_context(device: torch.device, query_len: int, sliding_windo
         torch.tensor([0, query_len], dtype=torch.int32, device=device),
         case.context_lens[4:5],
         case.block_tables[4:5],
+        scale=0.2,
         max_query_len=query_len,
-        **options,
+        sliding_window=sliding_window,
     )
     torch.testing.assert_close(output.double().cpu(), expected[last], atol=2e-6, rtol=1e-5)
 
@@ -104,9 +104,11 @@ def test_sliding_window(device: torch.device, sliding_window: int) -> None:
 def test_softcap(device: torch.device, sliding_window: int | None) -> None:
     """The cap is low and the scale large: without it, or with it after the mask, the output is another."""
     case = make_case(MIXED, num_heads=4, num_kv_heads=2, head_dim=64, device=device)
-    options = {"scale": 0.5, "softcap": 3.0, "sliding_window": sliding_window}
-    output = paged_attention(*case.arguments(), max_query_len=case.max_query_len, **options)
-    torch.testing.assert_close(output.double().cpu(), dense_attention(case, **options), atol=1e-5, rtol=1e-5)
+    output = paged_attention(
+        *case.arguments(), scale=0.5, max_query_len=case.max_query_len, sliding_window=sliding_window, softcap=3.0
+    )
+    expected = dense_attention(case, scale=0.5, sliding_window=sliding_window, softcap=3.0)
+    torch.testing.assert_close(output.double().cpu(), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("block_size", [16, 32, 128])

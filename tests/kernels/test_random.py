@@ -29,8 +29,8 @@ def signed(pattern: int) -> int:
 def test_reference_gives_published_answers(
     counter: tuple[int, ...], key: tuple[int, ...], words: tuple[int, ...]
 ) -> None:
-    columns = [torch.tensor([word]) for word in counter]
-    output = random._philox(tuple(columns), tuple(torch.tensor([word]) for word in key))
+    c0, c1, c2, c3, k0, k1 = (torch.tensor([word]) for word in counter + key)
+    output = random._philox((c0, c1, c2, c3), (k0, k1))
     assert tuple(int(word) for word in output) == words
 
 
@@ -38,9 +38,9 @@ def test_words_follow_the_scheme() -> None:
     """The counter is (position low, position high, purpose, 0) and the key the seed: what RANDOM_SCHEME promises."""
     seed, position = 0x299F31D0A4093822, 0x05A308D3243F6A88
     words = random_words(torch.tensor([seed]), torch.tensor([position]), Purpose.RECOVER)
-    counter = [torch.tensor([word]) for word in (0x243F6A88, 0x05A308D3, 3, 0)]
-    key = [torch.tensor([word]) for word in (0xA4093822, 0x299F31D0)]
-    assert words[0].tolist() == [int(word) for word in random._philox(tuple(counter), tuple(key))]
+    low, high, purpose, zero = (torch.tensor([word]) for word in (0x243F6A88, 0x05A308D3, 3, 0))
+    key = torch.tensor([0xA4093822]), torch.tensor([0x299F31D0])
+    assert words[0].tolist() == [int(word) for word in random._philox((low, high, purpose, zero), key)]
     # A change of these numbers changes every seeded output: it needs a new RANDOM_SCHEME.
     assert random.RANDOM_SCHEME == "philox4x32-10.1"
     assert words[0].tolist() == [529701996, 1216742500, 2494787948, 1900447347]

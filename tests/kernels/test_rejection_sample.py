@@ -113,10 +113,12 @@ def single(case: Case, sequence: int) -> Case:
         draft_token_ids=case.draft_token_ids[start:end],
         candidate_ids=case.candidate_ids[start:end],
         candidate_weights=case.candidate_weights[start:end],
-        **{
-            name: None if getattr(case, name) is None else getattr(case, name)[one]
-            for name in ("temperature", "seeds", "positions", "top_k", "top_p", "min_p")
-        },
+        temperature=case.temperature[one],
+        seeds=case.seeds[one],
+        positions=case.positions[one],
+        top_k=None if case.top_k is None else case.top_k[one],
+        top_p=None if case.top_p is None else case.top_p[one],
+        min_p=None if case.min_p is None else case.min_p[one],
     )
 
 
@@ -274,17 +276,17 @@ def test_empty_batch_and_no_drafts(device: torch.device) -> None:
 def test_arguments_are_checked() -> None:
     case = make_case([1, 2], 16, has_filters=True)
     wrong = {
-        "target_logits": case.target_logits.double(),
-        "cu_num_draft_tokens": case.cu_num_draft_tokens[1:],
-        "draft_token_ids": case.draft_token_ids.long(),
-        "candidate_ids": case.candidate_ids[1:],
-        "candidate_weights": case.candidate_weights[:, 1:],
-        "temperature": case.temperature.double(),
-        "seeds": case.seeds.int(),
-        "positions": case.positions[:1],
-        "top_p": case.top_k,
-        "max_num_draft_tokens": MAX_DRAFT_TOKENS + 1,
+        "target_logits": replace(case, target_logits=case.target_logits.double()),
+        "cu_num_draft_tokens": replace(case, cu_num_draft_tokens=case.cu_num_draft_tokens[1:]),
+        "draft_token_ids": replace(case, draft_token_ids=case.draft_token_ids.long()),
+        "candidate_ids": replace(case, candidate_ids=case.candidate_ids[1:]),
+        "candidate_weights": replace(case, candidate_weights=case.candidate_weights[:, 1:]),
+        "temperature": replace(case, temperature=case.temperature.double()),
+        "seeds": replace(case, seeds=case.seeds.int()),
+        "positions": replace(case, positions=case.positions[:1]),
+        "top_p": replace(case, top_p=case.top_k),
+        "max_num_draft_tokens": replace(case, max_num_draft_tokens=MAX_DRAFT_TOKENS + 1),
     }
-    for name, value in wrong.items():
+    for name, broken in wrong.items():
         with pytest.raises(ValueError, match=name):
-            replace(case, **{name: value}).run()
+            broken.run()
