@@ -67,6 +67,6 @@ FAMILIES: dict[str, Callable[[], PreTrainedConfig]] = {
 def save_model(config: PreTrainedConfig, path: Path, seed: int = 0) -> Path:
     """Write a random model of this config to `path`."""
     torch.manual_seed(seed)
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     model.save_pretrained(path)
     return path

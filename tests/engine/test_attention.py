@@ -20,6 +20,7 @@ from engine.attention import (
 
 class Layer(torch.nn.Module):
     layer_idx = 3
+    is_causal: bool
 
 
 class Recorder:
@@ -75,5 +76,5 @@ def test_unsupported_modules() -> None:
 def test_no_mask_is_built_under_this_name() -> None:
     register_attention()
     register_attention()
-    assert ATTENTION_NAME in AttentionInterface().valid_keys()
+    assert ATTENTION_NAME in AttentionInterface().valid_keys()  # type: ignore[no-untyped-call]
     assert ATTENTION_NAME not in ALL_MASK_ATTENTION_FUNCTIONS.valid_keys()

@@ -20,6 +20,7 @@ def test_packed_tensors() -> None:
     assert batch.token_ids.tolist() == [11, 12, 13, 21, 22, 31]
     assert batch.positions.tolist() == [15, 16, 17, 0, 1, 40]
     assert batch.slot_mapping.tolist() == [4 * 16 + 15, 9 * 16, 9 * 16 + 1, 2 * 16, 2 * 16 + 1, 5 * 16 + 8]
+    assert batch.logit_rows is not None
     assert batch.logit_rows.tolist() == [1, 2, 5]
     assert batch.cu_query_lens.tolist() == [0, 3, 5, 6]
     assert batch.context_lens.tolist() == [18, 2, 41]
@@ -30,6 +31,7 @@ def test_packed_tensors() -> None:
 
 def test_types_and_alignment() -> None:
     batch = build(SequenceSlice(range(5), start=0, block_ids=range(1), num_logit_rows=0))
+    assert batch.logit_rows is not None
     wide = (batch.token_ids, batch.positions, batch.slot_mapping, batch.logit_rows)
     narrow = (batch.cu_query_lens, batch.context_lens, batch.block_tables)
     assert {tensor.dtype for tensor in wide} == {torch.int64}

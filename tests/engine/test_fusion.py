@@ -155,22 +155,32 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     return torch.device(request.param)
 
 
+def new_model(config: PreTrainedConfig, attention: str) -> PreTrainedModel:
+    """Random weights, in a copy of the config."""
+    model: PreTrainedModel = AutoModelForCausalLM.from_config(  # type: ignore[no-untyped-call]
+        deepcopy(config), attn_implementation=attention
+    )
+    return model
+
+
 def make_models(
     config: PreTrainedConfig, dtype: torch.dtype, device: torch.device
 ) -> tuple[PreTrainedModel, PreTrainedModel]:
     """The same random weights, for transformers' eager attention on the CPU and for the paged kernels on the device."""
     register_attention()
     torch.manual_seed(0)
-    oracle: PreTrainedModel = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation="eager")
+    oracle = new_model(config, "eager")
     with torch.no_grad():
         # Fresh norms are all ones and fresh biases all zeros: what a fusion forgets would not be missed.
         for parameter in oracle.parameters():
             if parameter.dim() == 1:
                 parameter.add_(0.3 * torch.randn_like(parameter))
-    model: PreTrainedModel = AutoModelForCausalLM.from_config(deepcopy(config), attn_implementation=ATTENTION_NAME)
+    model = new_model(config, ATTENTION_NAME)
     model.load_state_dict(oracle.state_dict())
-    oracle, model = oracle.to(dtype), model.to(dtype)
-    return oracle.eval().requires_grad_(False), model.eval().requires_grad_(False).to(device)
+    for either, place in ((oracle, torch.device("cpu")), (model, device)):
+        either.to(place, dtype)  # type: ignore[arg-type]  # transformers declares it without `self`
+        either.train(False).requires_grad_(False)
+    return oracle, model
 
 
 class Session:
@@ -264,7 +274,7 @@ def test_on_interpreted_kernels(family: str, dtype: torch.dtype) -> None:
     with interpreted_kernels():
         assert fuse(model).is_complete
         logits = torch.cat([session.step(0, 5), session.step(5, 8)])
-    expected = oracle_logits(oracle.float())[:8]
+    expected = oracle_logits(oracle.float())[:8]  # type: ignore[no-untyped-call]
     atol = 1e-4 if dtype == torch.float32 else 1e-2
     torch.testing.assert_close(logits.float(), expected, atol=atol * float(expected.abs().max()), rtol=0.0)
 
@@ -346,8 +356,8 @@ class _Louder(nn.Module):
 
     def __init__(self, norm: Any) -> None:
         super().__init__()
-        self.weight = norm.weight
-        self.eps = norm.variance_epsilon
+        self.weight: nn.Parameter = norm.weight
+        self.eps: float = norm.variance_epsilon
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x - x.mean(dim=-1, keepdim=True)
@@ -462,7 +472,7 @@ def test_fits_a_cuda_graph(family: str) -> None:
     expected = session.step(40, 45)
     with torch.inference_mode():
         inputs = session.inputs(40, 45)
-        stream = torch.cuda.Stream()
+        stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):
