@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 
@@ -26,6 +26,8 @@ CONNECTING = verifier_pb2.DRAFTER_STATE_CONNECTING
 INCOMPATIBLE = verifier_pb2.DRAFTER_STATE_INCOMPATIBLE
 
 Update = verifier_pb2.SequenceUpdate
+# Only the stubs know that a call is generic.
+GenerateCall: TypeAlias = "grpc.aio.UnaryStreamCall[generation_pb2.GenerateRequest, generation_pb2.GenerateResponse]"
 
 
 def update(
@@ -276,9 +278,16 @@ async def eventually(condition: Callable[[], bool], seconds: float = 20.0) -> No
             await asyncio.sleep(0.01)
 
 
-async def rest_of(call: Any) -> list[generation_pb2.GenerateResponse]:
+async def next_of(call: GenerateCall) -> generation_pb2.GenerateResponse:
+    """The next response of a call that has not ended."""
+    response = await call.read()
+    assert isinstance(response, generation_pb2.GenerateResponse)
+    return response
+
+
+async def rest_of(call: GenerateCall) -> list[generation_pb2.GenerateResponse]:
     """What is still to come on a call of which some was read; grpc.aio forbids to go on with `async for`."""
     responses = []
-    while (response := await call.read()) is not grpc.aio.EOF:
+    while isinstance(response := await call.read(), generation_pb2.GenerateResponse):
         responses.append(response)
     return responses

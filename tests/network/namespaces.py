@@ -118,8 +118,8 @@ class Network:
                 f"nameserver {self.near(name)}\noptions timeout:1 attempts:1\n"
             )
 
-            def inside(*arguments: str) -> object:
-                return self._inside(namespace, *arguments)
+            def inside(*arguments: str) -> None:
+                self._inside(namespace, *arguments)
 
             inside("link", "set", "lo", "up")
             _ip("-n", self.router, "link", "add", device, "type", "veth", "peer", "name", own, "netns", namespace)

@@ -7,13 +7,21 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 
-import grpc
 import pytest
 
 from gateway import discovery
 from outrider.service.serving import Server
 from outrider.v1 import common_pb2, generation_pb2
-from tests.gateway.fake_verifier import RunningGateway, complete, eventually, rest_of, running_gateway, token_ids
+from tests.gateway.fake_verifier import (
+    GenerateCall,
+    RunningGateway,
+    complete,
+    eventually,
+    next_of,
+    rest_of,
+    running_gateway,
+    token_ids,
+)
 from tests.network.conftest import Pair
 from tests.network.dns_server import Answer, TestResolver, dns_server
 from tests.services.harness import replay, running_verifier, scripted_drafter, verifier_settings
@@ -37,7 +45,7 @@ def free_port() -> int:
         return port
 
 
-def generate(running: RunningGateway, num_tokens: int = NUM_TOKENS) -> grpc.aio.UnaryStreamCall:  # type: ignore[type-arg]
+def generate(running: RunningGateway, num_tokens: int = NUM_TOKENS) -> GenerateCall:
     return running.stub.Generate(
         generation_pb2.GenerateRequest(
             token_ids=token_ids(*PROMPT),
@@ -53,12 +61,12 @@ def tokens_of(responses: list[generation_pb2.GenerateResponse]) -> list[int]:
     return [token.id for response in responses for token in response.chunk.tokens]
 
 
-async def begin(running: RunningGateway, num_tokens: int = 20) -> tuple[grpc.aio.UnaryStreamCall, list[int]]:  # type: ignore[type-arg]
+async def begin(running: RunningGateway, num_tokens: int = 20) -> tuple[GenerateCall, list[int]]:
     """A request in full flow, and its first tokens."""
     call = generate(running)
     tokens: list[int] = []
     while len(tokens) < num_tokens:
-        tokens += tokens_of([await call.read()])
+        tokens += tokens_of([await next_of(call)])
     return call, tokens
 
 
@@ -111,7 +119,8 @@ async def test_verifiers_come_and_go(pair: Pair) -> None:
         assert tokens + tokens_of(await rest_of(old)) == expected
         await eventually(lambda: [link.address for link in running.links] == [second])
         await eventually(lambda: not services[0]._sessions)
-        for failure in ("SERVFAIL", "NXDOMAIN", "silence", []):
+        failures: list[Answer] = ["SERVFAIL", "NXDOMAIN", "silence", []]
+        for failure in failures:
             answers["verifiers.test"] = failure
             await asyncio.sleep(0.3)
             assert [(link.address, link.is_ready) for link in running.links] == [(second, True)]

@@ -19,7 +19,7 @@ async def test_the_certificate_is_for_the_name_that_dns_was_asked_for(certified:
         [(certificate.private_key_pem.bytes(), certificate.cert_chain_pems[0].bytes())]
     )
     server = grpc.aio.server(options=channel_options(1 << 16, server=True))
-    health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
+    health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)  # type: ignore[attr-defined]
     port = server.add_secure_port("127.0.0.1:0", credentials)
     await server.start()
     trusting = grpc.ssl_channel_credentials(authority.cert_pem.bytes())
