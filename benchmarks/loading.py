@@ -40,7 +40,7 @@ from benchmarks.records import (
     table,
 )
 from benchmarks.timing import free_memory, resolve_device, synchronize
-from engine.model_loader import load_model
+from engine.model_loader import LoadedModel, load_model
 
 _READERS = 4  # as many as transformers has
 _BUFFER_BYTES = 16 << 20
@@ -72,12 +72,13 @@ class LoadingBenchmark:
             self._load(source)
 
     def _load(self, source: str) -> None:
+        loaded: LoadedModel | None = None
+
         def load() -> None:
             nonlocal loaded
             loaded = load_model(self._model, device=self._device, dtype=self._dtype)
             synchronize(self._device)
 
-        loaded = None
         if source == "warm-up":
             load()
         else:

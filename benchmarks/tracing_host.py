@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from opentelemetry.exporter.otlp.proto.common.trace_encoder import encode_spans
@@ -186,9 +187,7 @@ class Pair:
 
 def measure(ratio: float | None, *, num_cycles: int, step_spans: int) -> Cost:
     """The cost of a cycle, means over `num_cycles`."""
-    original = verifier_service.engine.verify
-    verifier_service.engine.verify = _verify  # type: ignore[assignment]
-    try:
+    with mock.patch.object(verifier_service.engine, "verify", _verify):
         pair = Pair(ratio, step_spans)
         for _ in range(20):
             pair.cycle()
@@ -198,8 +197,6 @@ def measure(ratio: float | None, *, num_cycles: int, step_spans: int) -> Cost:
         # The last spans are encoded as well.
         pair.telemetry.shutdown()
         seconds = time.process_time() - start
-    finally:
-        verifier_service.engine.verify = original
     return Cost(1e6 * seconds / num_cycles, pair.encoder.num_spans / num_cycles, pair.encoder.num_bytes / num_cycles)
 
 
