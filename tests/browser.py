@@ -57,7 +57,8 @@ class Browser:
             close_fds=False,
             preexec_fn=connect,
         )
-        os.close(down), os.close(up)
+        os.close(down)
+        os.close(up)
         self._reader = asyncio.create_task(self._read(answers))
         targets = await self.call("Target.getTargets")
         [page] = [target for target in targets["targetInfos"] if target["type"] == "page"]

@@ -10,6 +10,7 @@ from typing import Any
 
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
+from google.protobuf.message_factory import GetMessageClass
 
 _INTEGERS = (0, 0, 1, 2, 3, 4, 16, 63, 64, 255, 2**16, 2**31 - 1, 2**31, 2**32 - 1, 2**53, 2**63 - 1, 2**63, 2**64 - 1)
 _FLOATS = (0.0, 1.0, -1.0, 0.5, 0.7, 1e-30, 1e30, math.inf, -math.inf, math.nan, 2.0, 100.0)
@@ -40,7 +41,7 @@ class Fuzzer:
 
     def message(self, kind: type[Message], *, fill: float = 0.5, depth: int = 4) -> Any:
         """A message of this type, each field set with the probability `fill`, seldom to anything sensible."""
-        message = kind()
+        message: Any = kind()
         for field in message.DESCRIPTOR.fields:
             if self.chance.random() < fill and (field.message_type is None or depth > 0):
                 self._set(message, field, fill, depth)
@@ -92,11 +93,11 @@ class Fuzzer:
             values = getattr(message, field.name)
             for _ in range(self.chance.choice((1, 2, 3))):
                 if field.message_type is not None:
-                    values.append(self.message(field.message_type._concrete_class, fill=fill, depth=depth - 1))
+                    values.append(self.message(GetMessageClass(field.message_type), fill=fill, depth=depth - 1))
                 else:
                     values.append(self._scalar(field))
         elif field.message_type is not None:
-            inner = self.message(field.message_type._concrete_class, fill=fill, depth=depth - 1)
+            inner = self.message(GetMessageClass(field.message_type), fill=fill, depth=depth - 1)
             getattr(message, field.name).CopyFrom(inner)
         else:
             setattr(message, field.name, self._scalar(field))

@@ -22,14 +22,13 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
-from gateway import auth
 from gateway.auth import ANONYMOUS, Authenticator, Caller
 from gateway.metrics import REFUSALS
 from gateway.rate_limits import RateLimits
 from outrider.protocol.errors import UnauthenticatedError
 from outrider.service.settings import BadSettingsError
 from outrider.service.telemetry import Telemetry
-from outrider.v1 import generation_pb2
+from outrider.v1 import generation_pb2, verifier_pb2
 from tests.gateway.fake_verifier import FakeVerifier, running_gateway, token_ids
 from tests.gateway.fake_verifier import update as step
 
@@ -93,13 +92,13 @@ def test_a_key_is_compared_with_every_other_in_constant_time(key_file: Path, mon
         assert len(known) == len(given) == 32
         return real(known, given)
 
-    monkeypatch.setattr(auth.hmac, "compare_digest", compare_digest)
+    monkeypatch.setattr(hmac, "compare_digest", compare_digest)
     authenticator = Authenticator(key_file)
     for key in (ALICE, BOB):
         compared.clear()
         authenticator.authenticate(f"Bearer {key}")
         assert len(compared) == 2
-    monkeypatch.setattr(auth.hmac, "compare_digest", lambda known, given: False)
+    monkeypatch.setattr(hmac, "compare_digest", lambda known, given: False)
     with pytest.raises(UnauthenticatedError):
         authenticator.authenticate(f"Bearer {ALICE}")
 
@@ -166,7 +165,8 @@ def test_requests_of_a_minute_come_back_one_by_one() -> None:
     assert [limits.take(caller) for _ in range(6)] == [None] * 6
     excess = limits.take(caller)
     assert excess is not None
-    assert (excess.reason, excess.seconds) == ("request_rate", pytest.approx(10.0))
+    assert excess.reason == "request_rate"
+    assert excess.seconds == pytest.approx(10.0)
     assert limits.take(Caller("b", requests_per_minute=1)) is None
     clock.now += 9.9
     assert limits.take(caller) is not None
@@ -189,7 +189,8 @@ def test_tokens_beyond_the_limit_are_waited_for_afterwards() -> None:
     assert limits.take(ANONYMOUS) is None
     excess = limits.take(caller)
     assert excess is not None
-    assert (excess.reason, excess.seconds) == ("token_rate", pytest.approx(91.0))
+    assert excess.reason == "token_rate"
+    assert excess.seconds == pytest.approx(91.0)
     clock.now += 90.5
     assert limits.take(caller) is not None
     clock.now += 1
@@ -213,7 +214,7 @@ def refused(code: grpc.StatusCode) -> Iterator[pytest.ExceptionInfo[grpc.aio.Aio
     assert caught.value.code() is code
 
 
-def answer(message) -> list:  # type: ignore[no-untyped-def]
+def answer(message: verifier_pb2.OpenDecoding) -> list[verifier_pb2.SequenceUpdate]:
     return [step(message.sequence_id, [4, 5], finish=generation_pb2.FINISH_REASON_LENGTH)]
 
 
@@ -292,7 +293,7 @@ async def test_limits_are_refused_with_a_time(verifier: FakeVerifier, tmp_path: 
             with refused(grpc.StatusCode.RESOURCE_EXHAUSTED) as caught:
                 [event async for event in running.stub.Generate(request, metadata=as_caller(keys[limit]))]
             retry = error_details_pb2.RetryInfo()
-            assert rpc_status.from_call(caught.value).details[0].Unpack(retry)  # type: ignore[arg-type,union-attr]
+            assert rpc_status.from_call(caught.value).details[0].Unpack(retry)  # type: ignore[arg-type]
             assert retry.retry_delay.ToNanoseconds() > 0
             assert running.gateway._admission.refusals[reason] == 1
             assert reason in REFUSALS

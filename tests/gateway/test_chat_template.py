@@ -57,7 +57,7 @@ TEMPLATES = {
 @pytest.fixture
 def tokenizer() -> PreTrainedTokenizerFast:
     """With special tokens for templates to use."""
-    return PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizers_for_tests.byte_level(), bos_token="<s>", eos_token="</s>", pad_token="<pad>"
     )
 

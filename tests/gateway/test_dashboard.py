@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 import httpx
 import pytest
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
 from opentelemetry.trace import set_span_in_context
+from opentelemetry.util.types import Attributes
 
 from gateway.dashboard.receiver import Receiver
 from gateway.dashboard.span_store import Span, SpanEvent, SpanStore, Trace
@@ -27,7 +28,7 @@ from outrider.v1 import common_pb2, generation_pb2, verifier_pb2
 from tests.gateway.fake_verifier import FakeVerifier, RunningGateway, eventually, running_gateway, update
 
 LENGTH = generation_pb2.FINISH_REASON_LENGTH
-HTTP = {"http_listen": "127.0.0.1:0", "dashboard": True}
+HTTP: dict[str, Any] = {"http_listen": "127.0.0.1:0", "dashboard": True}
 
 
 def script(message: verifier_pb2.OpenDecoding) -> list[verifier_pb2.SequenceUpdate]:
@@ -71,7 +72,12 @@ async def test_spans_come_in_over_otlp() -> None:
     def export() -> None:
         with tracer.start_as_current_span("text_completion m", attributes={"gen_ai.operation.name": "x"}) as root:
             root.add_event("outrider.fallback", {"outrider.fallback.reason": "DRAFTER_LOST"})
-            attributes = {"gen_ai.response.id": "r-1", "list": [1, 2], "flag": True, "ratio": 0.5}
+            attributes: Attributes = {
+                "gen_ai.response.id": "r-1",
+                "list": [1, 2],
+                "flag": True,
+                "ratio": 0.5,
+            }
             tracer.start_span("queue", context=set_span_in_context(root), attributes=attributes).end()
             root.set_attribute("gen_ai.response.id", "r-1")
 
@@ -132,7 +138,7 @@ def a_trace(draft_offset: float = 0.0) -> Trace:
         "g", "text_completion m", "1", "", 100.0, 101.0,
         {"gen_ai.operation.name": "text_completion", "gen_ai.response.id": "r"}, (first, fallback),
     )  # fmt: skip
-    waits = {"draft_wait_seconds": 0.03, "draft_seconds": 0.02, "turn_wait_seconds": 0.01}
+    waits: dict[str, Any] = {"draft_wait_seconds": 0.03, "draft_seconds": 0.02, "turn_wait_seconds": 0.01}
     return Trace(
         "t",
         [
@@ -304,14 +310,15 @@ async def test_requests_of_the_page_are_traced_whatever_the_rate(verifier: FakeV
         assert [line["request_id"] for line in (await client.get("/api/traces")).json()] == [request_id]
 
 
-class _InThread:
+class _InThread(SpanExporter):
     """An exporter that does not block the loop that its receiver runs on."""
 
     def __init__(self, exporter: OTLPSpanExporter) -> None:
         self._exporter = exporter
 
-    def export(self, spans: Any) -> None:
+    def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         asyncio.get_running_loop().run_in_executor(None, self._exporter.export, spans)
+        return SpanExportResult.SUCCESS
 
     def shutdown(self) -> None:
         self._exporter.shutdown()

@@ -16,6 +16,7 @@ from tests.gateway.fake_verifier import (
     RunningGateway,
     complete,
     eventually,
+    next_of,
     rest_of,
     running_gateway,
     token_ids,
@@ -46,8 +47,8 @@ async def test_cancelled_request_is_closed_at_the_verifier(verifier: FakeVerifie
         sequence_id = (await verifier.next_open()).sequence_id
         if has_answer:
             verifier.send(update(sequence_id, [4]))
-            assert (await call.read()).HasField("started")
-            assert (await call.read()).HasField("chunk")
+            assert (await next_of(call)).HasField("started")
+            assert (await next_of(call)).HasField("chunk")
         call.cancel()
         await eventually(lambda: verifier.closed == [sequence_id], 1.0)
         await running.is_idle()
@@ -103,8 +104,8 @@ async def test_lost_verifier_ends_its_sequences_and_is_found_again(verifier: Fak
         call = running.stub.Generate(REQUEST)
         sequence_id = (await verifier.next_open()).sequence_id
         verifier.send(update(sequence_id, [4, 5]))
-        assert (await call.read()).HasField("started")
-        assert [token.id for token in (await call.read()).chunk.tokens] == [4, 5]
+        assert (await next_of(call)).HasField("started")
+        assert [token.id for token in (await next_of(call)).chunk.tokens] == [4, 5]
         if is_polite:
             verifier.break_stream()
         else:
@@ -112,7 +113,7 @@ async def test_lost_verifier_ends_its_sequences_and_is_found_again(verifier: Fak
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert verifier.address in caught.value.details()
+        assert verifier.address in (caught.value.details() or "")
         await running.is_idle()
         if not is_polite:
             with pytest.raises(grpc.aio.AioRpcError) as caught:
@@ -149,13 +150,13 @@ async def test_draining_finishes_what_runs_and_refuses_what_is_new(verifier: Fak
         call = running.stub.Generate(REQUEST)
         sequence_id = (await verifier.next_open()).sequence_id
         verifier.send(update(sequence_id, [4]))
-        assert (await call.read()).HasField("started")
+        assert (await next_of(call)).HasField("started")
         stopping = asyncio.create_task(running.stop())
         await eventually(lambda: running.gateway._admission.is_draining)
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await complete(running, token_ids=token_ids(1))
         assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
-        assert "draining" in caught.value.details()
+        assert "draining" in (caught.value.details() or "")
         assert not stopping.done()
         verifier.send(update(sequence_id, [5], finish=LENGTH))
         responses = await rest_of(call)

@@ -110,7 +110,7 @@ def bad_updates(fuzzer: Fuzzer, sequence_id: int) -> Iterator[verifier_pb2.Seque
     yield Update(sequence_id=sequence_id, num_accepted_tokens=1)
     yield Update(sequence_id=sequence_id, token_ids=pack_tokens([2**32 - 1]), origins=b"\xff")
     yield Update(sequence_id=sequence_id, ended=verifier_pb2.Ended())
-    yield Update(sequence_id=sequence_id, ended=verifier_pb2.Ended(finish_reason=99))
+    yield Update(sequence_id=sequence_id, ended=verifier_pb2.Ended(finish_reason=99))  # type: ignore[arg-type]
     yield Update(sequence_id=sequence_id, ended=verifier_pb2.Ended(error=verifier_pb2.SequenceError(code=-7)))
     error = verifier_pb2.SequenceError(code=8, message="x" * 9000, retry_delay_seconds=float("nan"))
     yield Update(sequence_id=sequence_id, ended=verifier_pb2.Ended(error=error))

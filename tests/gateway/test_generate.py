@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Callable
 
 import grpc
 import pytest
@@ -18,6 +19,7 @@ from tests.gateway.fake_verifier import (
     FakeVerifier,
     complete,
     eventually,
+    next_of,
     prompt_of,
     running_gateway,
     token_ids,
@@ -30,8 +32,10 @@ STOP_TOKEN = generation_pb2.FINISH_REASON_STOP_TOKEN
 STOP_STRING = generation_pb2.FINISH_REASON_STOP_STRING
 EOS_ID = 1
 
+Script = Callable[[verifier_pb2.OpenDecoding], list[verifier_pb2.SequenceUpdate]]
 
-def steps_of(ids: list[int], finish: generation_pb2.FinishReason, size: int = 3):  # type: ignore[no-untyped-def]
+
+def steps_of(ids: list[int], finish: generation_pb2.FinishReason, size: int = 3) -> Script:
     """A script that commits these tokens, so many a step."""
 
     def script(message: verifier_pb2.OpenDecoding) -> list[verifier_pb2.SequenceUpdate]:
@@ -125,7 +129,7 @@ async def test_text_of_the_ending_token_is_left_out(
 
 async def test_text_of_the_last_token_counts_when_length_ends_it(verifier: FakeVerifier, tokenizer: Tokenizer) -> None:
     ids = tokenizers_for_tests.byte_level().encode("é中").ids
-    cut = [*ids, tokenizers_for_tests.byte_level().token_to_id("ð")]
+    cut = [*ids, tokenizers_for_tests.id_of(tokenizers_for_tests.byte_level(), "ð")]
     verifier.script = steps_of(cut, LENGTH)
     async with running_gateway(verifier, tokenizer=tokenizer) as running:
         completion = await complete(running, prompt="x")
@@ -168,14 +172,14 @@ async def test_possible_beginning_of_a_stop_string_is_held_back_and_released(
         )
         sequence_id = (await verifier.next_open()).sequence_id
         verifier.send(update(sequence_id, tokenizer._encode("a fo")))
-        assert (await call.read()).HasField("started")
-        assert (await call.read()).chunk.text == "a "
+        assert (await next_of(call)).HasField("started")
+        assert (await next_of(call)).chunk.text == "a "
         verifier.send(update(sequence_id, tokenizer._encode("x")))
-        held = (await call.read()).chunk
+        held = (await next_of(call)).chunk
         assert (held.text, len(held.tokens)) == ("", 1)
         verifier.send(update(sequence_id, tokenizer._encode("!"), finish=LENGTH))
-        assert (await call.read()).chunk.text == "fox!"
-        assert (await call.read()).finished.finish_reason == LENGTH
+        assert (await next_of(call)).chunk.text == "fox!"
+        assert (await next_of(call)).finished.finish_reason == LENGTH
 
 
 async def test_statistics_timings_and_log_probabilities(verifier: FakeVerifier) -> None:
@@ -236,13 +240,13 @@ async def test_bad_request_names_the_field(
             await complete(running, **fields)
         await running.is_idle()
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert caught.value.details().startswith(message)
+    assert (caught.value.details() or "").startswith(message)
     assert verifier.opened == {}
 
 
 async def test_bytes_that_are_no_message_are_refused(verifier: FakeVerifier) -> None:
     async with running_gateway(verifier) as running:
-        call = running.channel.unary_stream("/outrider.v1.GenerationService/Generate")(b"\xff\xff\xff")
+        call = running.channel.unary_stream("/outrider.v1.GenerationService/Generate", None, None)(b"\xff\xff\xff")
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await call.read()
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
@@ -260,7 +264,7 @@ async def test_error_of_the_verifier_becomes_the_status(verifier: FakeVerifier) 
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     assert caught.value.details() == "no blocks"
     retry = error_details_pb2.RetryInfo()
-    assert rpc_status.from_call(caught.value).details[0].Unpack(retry)
+    assert rpc_status.from_call(caught.value).details[0].Unpack(retry)  # type: ignore[arg-type]
     assert retry.retry_delay.ToNanoseconds() == 1_500_000_000
 
 
@@ -301,7 +305,7 @@ async def test_full_gateway_says_when_to_come_again(verifier: FakeVerifier) -> N
         await complete(running, token_ids=token_ids(1))
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
     retry = error_details_pb2.RetryInfo()
-    assert rpc_status.from_call(caught.value).details[0].Unpack(retry)
+    assert rpc_status.from_call(caught.value).details[0].Unpack(retry)  # type: ignore[arg-type]
     assert retry.retry_delay.ToNanoseconds() > 0
 
 

@@ -16,7 +16,7 @@ import pytest
 import trustme
 
 from gateway.auth import Caller
-from gateway.gateway import make_server
+from gateway.gateway import Gateway, make_server
 from gateway.http.app import Front, make_app
 from gateway.http.server import HttpServer
 from gateway.settings import GatewaySettings
@@ -41,6 +41,7 @@ async def test_probes_hear_of_loading_serving_and_draining(verifier: FakeVerifie
     settings = GatewaySettings(verifiers=(verifier.address,), listen=LISTEN, http_listen=LISTEN, drain_seconds=5)
     server = make_server(settings, None, Telemetry())
     gateway = server._component
+    assert isinstance(gateway, Gateway)
     starting = asyncio.create_task(server.start())
     await eventually(lambda: gateway.http_address != "")
     address = gateway.http_address
@@ -127,9 +128,9 @@ async def test_tls_and_who_calls() -> None:
                     await client.models.list()
                 assert caught.value.code == "invalid_api_key"
                 assert caught.value.response.headers["www-authenticate"] == "Bearer"
-    async with httpx.AsyncClient(trust_env=False) as client:
+    async with httpx.AsyncClient(trust_env=False) as plain:
         with pytest.raises(httpx.HTTPError):
-            await client.get(f"http://localhost:{port}/livez")
+            await plain.get(f"http://localhost:{port}/livez")
     await server.stop()
 
 

@@ -16,6 +16,7 @@ from tests.gateway.fake_verifier import (
     FakeVerifier,
     complete,
     eventually,
+    next_of,
     rest_of,
     running_gateway,
     token_ids,
@@ -69,7 +70,7 @@ async def test_a_pod_that_comes_gets_sequences_and_one_that_goes_finishes_its_ow
         old = running.stub.Generate(REQUEST)
         opened = await pods[0].next_open()
         pods[0].send(update(opened.sequence_id, [5]))
-        assert (await old.read()).HasField("started")
+        assert (await next_of(old)).HasField("started")
         resolver.answers["pods"] = ["127.0.0.2"]
         await eventually(lambda: len(running.links) == 2 and running.links[1].is_ready)
         await eventually(lambda: running.links[0].is_retired)
@@ -120,7 +121,7 @@ async def test_a_retired_pod_that_dies_is_not_dialled_again(pods: list[FakeVerif
         for pod in pods[:2]:
             pod.send(update((await pod.next_open()).sequence_id, [5]))
         for call in calls:
-            assert (await call.read()).HasField("started")
+            assert (await next_of(call)).HasField("started")
         resolver.answers["pods"] = ["127.0.0.2"]
         await eventually(lambda: any(link.is_retired for link in running.links))
         await pods[0].stop()

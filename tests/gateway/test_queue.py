@@ -16,21 +16,29 @@ from gateway.request_trace import RequestTrace
 from gateway.tokenizer import Tokenizer
 from outrider.service.telemetry import Telemetry
 from outrider.v1 import common_pb2, generation_pb2, verifier_pb2
-from tests.gateway.fake_verifier import FakeVerifier, RunningGateway, complete, eventually, running_gateway, token_ids
+from tests.gateway.fake_verifier import (
+    FakeVerifier,
+    GenerateCall,
+    RunningGateway,
+    complete,
+    eventually,
+    running_gateway,
+    token_ids,
+)
 from tests.gateway.fake_verifier import update as step
 
 LENGTH = generation_pb2.FINISH_REASON_LENGTH
 
 
-def start(running: RunningGateway, prompt: int = 1, **options: Any) -> Any:
+def start(running: RunningGateway, prompt: int = 1, **options: Any) -> GenerateCall:
     return running.stub.Generate(generation_pb2.GenerateRequest(token_ids=token_ids(prompt)), **options)
 
 
-async def outcome(call: Any) -> grpc.StatusCode:
+async def outcome(call: GenerateCall) -> grpc.StatusCode:
     """How a call ends."""
     while True:
         try:
-            if await call.read() is grpc.aio.EOF:
+            if not isinstance(await call.read(), generation_pb2.GenerateResponse):
                 break
         except (grpc.aio.AioRpcError, asyncio.CancelledError):
             break
@@ -40,7 +48,7 @@ async def outcome(call: Any) -> grpc.StatusCode:
 
 def retry_delay(error: grpc.aio.AioRpcError) -> float:
     retry = error_details_pb2.RetryInfo()
-    assert rpc_status.from_call(error).details[0].Unpack(retry)
+    assert rpc_status.from_call(error).details[0].Unpack(retry)  # type: ignore[arg-type]
     return float(retry.retry_delay.ToNanoseconds() / 1e9)
 
 

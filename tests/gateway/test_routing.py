@@ -18,6 +18,7 @@ from tests.gateway.fake_verifier import (
     FakeVerifier,
     complete,
     eventually,
+    next_of,
     prompt_of,
     rest_of,
     running_gateway,
@@ -119,7 +120,7 @@ async def test_started_request_is_not_tried_again(verifier: FakeVerifier, other_
         call = running.stub.Generate(REQUEST)
         sequence_id = (await verifier.next_open()).sequence_id
         verifier.send(update(sequence_id, [4]))
-        assert (await call.read()).HasField("started")
+        assert (await next_of(call)).HasField("started")
         verifier.break_stream()
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await rest_of(call)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
+from tokenizers import Tokenizer as HuggingFaceTokenizer
 
 from gateway.token_bytes import token_text
 from gateway.tokenizer import Tokenizer
@@ -10,7 +13,7 @@ from tests.gateway import tokenizers_for_tests as kinds
 
 
 @pytest.mark.parametrize("make", [kinds.byte_level, kinds.byte_fallback, kinds.metaspace])
-def test_the_bytes_of_all_tokens_are_the_text(make) -> None:
+def test_the_bytes_of_all_tokens_are_the_text(make: Callable[[], HuggingFaceTokenizer]) -> None:
     """Catches a space, or a part of a character, that is lost where tokens are shown one by one."""
     tokenizer = Tokenizer(make())
     text = "a the x中é" if make is not kinds.byte_level else kinds.TEXT + "\N{OGHAM SPACE MARK}⟨tool⟩"

@@ -20,7 +20,8 @@ class Clock:
 
 
 def samples(sampler: Sampler, context: Context | None = None, attributes: Attributes = None) -> bool:
-    return sampler.should_sample(context, 1, "x", attributes=attributes).decision.is_sampled()  # type: ignore[no-untyped-call]
+    decision = sampler.should_sample(context, 1, "x", attributes=attributes).decision
+    return bool(decision.is_sampled())  # type: ignore[no-untyped-call]
 
 
 def test_no_more_than_the_rate() -> None:

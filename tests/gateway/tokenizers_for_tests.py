@@ -27,6 +27,13 @@ def byte_level() -> Tokenizer:
     return tokenizer
 
 
+def id_of(tokenizer: Tokenizer, token: str) -> int:
+    """The id of a token that it has."""
+    found = tokenizer.token_to_id(token)
+    assert found is not None, token
+    return found
+
+
 @functools.cache
 def with_template() -> Tokenizer:
     """The byte-level tokenizer whose template puts <s> before a prompt."""
