@@ -24,7 +24,7 @@ async def main() -> None:
     if parsed.behave == "die":
         sys.exit("no such model")
     server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
-    servicer = health.aio.HealthServicer()
+    servicer = health.aio.HealthServicer()  # type: ignore[attr-defined]
     health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
     generation_pb2_grpc.add_GenerationServiceServicer_to_server(FakeGateway(), server)
     server.add_insecure_port(parsed.listen)

@@ -9,9 +9,11 @@ import pty
 import signal
 import subprocess
 import sys
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from outrider import cli, demo
 from outrider.completion import (
@@ -33,22 +35,22 @@ TEXT = f"Once {SMILE}upon"
 
 
 @pytest.fixture
-async def gateway():
+async def gateway() -> AsyncIterator[FakeGateway]:
     async with FakeGateway() as gateway:
         yield gateway
 
 
 @pytest.fixture
-def interruptible():
+def interruptible() -> Iterator[None]:
     """Processes started by the test take SIGINT, also where a shell started the tests in its background without it."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
-async def run(*arguments: str, stdin: bytes = b"", **environment: str) -> tuple[int, str, str]:
+async def run(*arguments: str, stdin: bytes = b"") -> tuple[int, str, str]:
     """Exit status, stdout and stderr of the command."""
-    process = await start(*arguments, **environment)
+    process = await start(*arguments)
     out, err = await asyncio.wait_for(process.communicate(stdin), 30)
     assert process.returncode is not None
     return process.returncode, out.decode(), err.decode()
@@ -62,10 +64,10 @@ async def start(*arguments: str, stdout: int = subprocess.PIPE, **environment: s
 
 
 class TestGenerate:
-    async def test_text_goes_to_stdout_and_nothing_else_does(self, gateway):
+    async def test_text_goes_to_stdout_and_nothing_else_does(self, gateway: FakeGateway) -> None:
         assert await run("generate", "--address", gateway.address, "tell") == (0, TEXT + "\n", "")
 
-    async def test_flags_arrive_in_the_request(self, gateway):
+    async def test_flags_arrive_in_the_request(self, gateway: FakeGateway) -> None:
         flags = (
             "--max-tokens 7 --temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --seed 5 --stop A --stop B "
             "--stop-token-id 4 --ignore-eos --no-speculation --max-draft-tokens 2 --verification rejection "
@@ -88,12 +90,12 @@ class TestGenerate:
         )
 
     @pytest.mark.parametrize("arguments", [(), ("-",)])
-    async def test_the_prompt_comes_from_stdin(self, gateway, arguments):
+    async def test_the_prompt_comes_from_stdin(self, gateway: FakeGateway, arguments: tuple[str, ...]) -> None:
         status, out, _ = await run("generate", "--address", gateway.address, *arguments, stdin="grüß\n".encode())
         assert (status, out) == (0, TEXT + "\n")
         assert gateway.requests[0].prompt == "grüß\n"
 
-    async def test_json_is_one_object(self, gateway):
+    async def test_json_is_one_object(self, gateway: FakeGateway) -> None:
         status, out, err = await run("generate", "--address", gateway.address, "--json", "tell")
         assert (status, err, out.count("\n")) == (0, "", 1)
         assert json.loads(out) == {
@@ -123,20 +125,20 @@ class TestGenerate:
             },
         }
 
-    async def test_show_speculation_colours_a_terminal(self, gateway):
+    async def test_show_speculation_colours_a_terminal(self, gateway: FakeGateway) -> None:
         status, out = await run_on_terminal("generate", "--address", gateway.address, "--show-speculation", "tell")
         assert status == 0
         assert out.startswith(f"\x1b[32mOnce\x1b[0m\x1b[4;31m \x1b[0m\x1b[32m{SMILE}\x1b[0m\x1b[1;36mupon\x1b[0m")
         assert gateway.requests[0].token_texts
 
-    async def test_show_speculation_keeps_a_pipe_clean_and_explains_on_stderr(self, gateway):
+    async def test_show_speculation_keeps_a_pipe_clean_and_explains_on_stderr(self, gateway: FakeGateway) -> None:
         status, out, err = await run("generate", "--address", gateway.address, "--show-speculation", "tell")
         assert (status, out) == (0, TEXT + "\n")
         assert "recovered" in err
         assert "3 of 6 draft tokens accepted (50%)" in err
         assert "no drafter from position 6 on: DRAFTER_MAX_LENGTH" in err
 
-    async def test_a_bad_request_is_exit_2(self, gateway):
+    async def test_a_bad_request_is_exit_2(self, gateway: FakeGateway) -> None:
         prompt = "fail INVALID_ARGUMENT sampling.top_p: must be at most 1"
         status, out, err = await run("generate", "--address", gateway.address, "--json", prompt)
         assert (status, out, err) == (2, "", "outrider: sampling.top_p: must be at most 1\n")
@@ -154,33 +156,33 @@ class TestGenerate:
             ("--unknown",),
         ],
     )
-    async def test_a_bad_command_line_is_exit_2(self, arguments):
+    async def test_a_bad_command_line_is_exit_2(self, arguments: tuple[str, ...]) -> None:
         status, out, err = await run("generate", *arguments, "tell")
         assert (status, out) == (2, "")
         assert "Traceback" not in err
 
-    async def test_stdin_that_is_no_text_is_exit_2(self):
+    async def test_stdin_that_is_no_text_is_exit_2(self) -> None:
         status, _, err = await run("generate", stdin=b"\xff\xfe")
         assert status == 2
         assert "not UTF-8" in err
 
     @pytest.mark.parametrize("word", ["ABORTED", "RESOURCE_EXHAUSTED", "INTERNAL"])
-    async def test_other_errors_are_exit_1(self, gateway, word):
+    async def test_other_errors_are_exit_1(self, gateway: FakeGateway, word: str) -> None:
         status, out, err = await run("generate", "--address", gateway.address, f"fail {word} because")
         assert (status, out, err) == (1, "", f"outrider: {word}: because\n")
 
-    async def test_nobody_there_is_exit_1(self):
+    async def test_nobody_there_is_exit_1(self) -> None:
         status, _, err = await run("generate", "--address", "127.0.0.1:1", "tell")
         assert status == 1
         assert err.startswith("outrider: UNAVAILABLE: ")
         assert err.count("\n") == 1
 
-    async def test_a_timeout_is_exit_1(self, gateway):
+    async def test_a_timeout_is_exit_1(self, gateway: FakeGateway) -> None:
         status, _, err = await run("generate", "--address", gateway.address, "--timeout", "0.5", "hang")
         assert (status, err) == (1, "outrider: DEADLINE_EXCEEDED: Deadline Exceeded\n")
 
     @pytest.mark.usefixtures("interruptible")
-    async def test_ctrl_c_cancels_the_request(self, gateway):
+    async def test_ctrl_c_cancels_the_request(self, gateway: FakeGateway) -> None:
         process = await start("generate", "--address", gateway.address, "endless")
         assert process.stdout is not None
         await process.stdout.readexactly(3)
@@ -189,7 +191,7 @@ class TestGenerate:
         assert (process.returncode, err) == (130, b"")
         await asyncio.wait_for(gateway.was_cancelled.wait(), 5)
 
-    async def test_ctrl_c_may_come_anywhere(self, gateway):
+    async def test_ctrl_c_may_come_anywhere(self, gateway: FakeGateway) -> None:
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "tests.outrider.interrupt_anywhere", gateway.address, "1", "600", "20",
             cwd=ROOT, stdout=subprocess.PIPE,
@@ -197,7 +199,7 @@ class TestGenerate:
         out, _ = await asyncio.wait_for(process.communicate(), 120)
         assert json.loads(out) == {"tried": 30, "wrong": []}
 
-    async def test_a_reader_that_leaves_is_no_error(self, gateway):
+    async def test_a_reader_that_leaves_is_no_error(self, gateway: FakeGateway) -> None:
         reader, writer = os.pipe()
         process = await start("generate", "--address", gateway.address, "endless", stdout=writer)
         os.close(writer)
@@ -232,13 +234,13 @@ class TestUp:
             (("--port", "65536"), "not a port"),
         ],
     )
-    async def test_what_cannot_be_is_exit_2(self, arguments, message):
+    async def test_what_cannot_be_is_exit_2(self, arguments: tuple[str, ...], message: str) -> None:
         status, _, err = await run("up", *arguments)
         assert status == 2
         assert message in err
         assert "Traceback" not in err
 
-    async def test_a_taken_port_is_exit_1(self, gateway, tmp_path):
+    async def test_a_taken_port_is_exit_1(self, gateway: FakeGateway, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text("{}")
         port = gateway.address.rpartition(":")[2]
         status, _, err = await run("up", "--port", port, "--target", str(tmp_path), "--draft", str(tmp_path))
@@ -247,19 +249,19 @@ class TestUp:
 
 
 class TestPieces:
-    def test_an_empty_token_shows_with_the_next(self):
+    def test_an_empty_token_shows_with_the_next(self) -> None:
         chunk = Chunk("a", (Token(1, TokenOrigin.ACCEPTED, ""), Token(2, TokenOrigin.BONUS, "a")))
         assert pieces(chunk) == [("a", TokenOrigin.BONUS)]
 
-    def test_text_behind_the_last_token_takes_its_colour(self):
+    def test_text_behind_the_last_token_takes_its_colour(self) -> None:
         chunk = Chunk("ab", (Token(1, TokenOrigin.ACCEPTED, "a"),))
         assert pieces(chunk) == [("a", TokenOrigin.ACCEPTED), ("b", TokenOrigin.ACCEPTED)]
 
-    def test_a_gateway_that_tells_no_token_texts(self):
+    def test_a_gateway_that_tells_no_token_texts(self) -> None:
         chunk = Chunk("ab", (Token(1, TokenOrigin.ACCEPTED), Token(2, TokenOrigin.RECOVERED)))
         assert pieces(chunk) == [("ab", TokenOrigin.RECOVERED)]
 
-    def test_nothing(self):
+    def test_nothing(self) -> None:
         assert pieces(Chunk("", ())) == []
 
 
@@ -288,19 +290,21 @@ class TestDemoReport:
             (completion(1, 2, drafted=4, accepted=1, steps=2), True, 1, "no, from token 2 on"),
         ],
     )
-    def test_greedy_outputs_are_compared(self, capsys, speculative, is_exact, status, sentence):
+    def test_greedy_outputs_are_compared(
+        self, capsys: pytest.CaptureFixture[str], speculative: Completion, is_exact: bool, status: int, sentence: str
+    ) -> None:
         plain = completion(1, 2, 3, drafted=0, accepted=0, steps=3)
         runs = [[item] for item in (speculative, plain, speculative, plain)]
-        assert demo.report(runs, is_exact=is_exact, console=demo.Console()) == status
+        assert demo.report(runs, is_exact=is_exact, console=Console()) == status
         assert sentence in capsys.readouterr().out
 
-    def test_a_run_without_drafts_fails(self, capsys):
+    def test_a_run_without_drafts_fails(self, capsys: pytest.CaptureFixture[str]) -> None:
         plain = completion(1, 2, 3, drafted=0, accepted=0, steps=3)
-        assert demo.report([[plain]] * 4, is_exact=True, console=demo.Console()) == 1
+        assert demo.report([[plain]] * 4, is_exact=True, console=Console()) == 1
         assert "Nothing was drafted" in capsys.readouterr().out
 
 
-def test_version(capsys):
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(["--version"])
     assert ended.value.code == 0

@@ -9,12 +9,13 @@ import re
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from outrider.bundled import bundled_model, heldout_prompt
-from outrider.client import AsyncClient, Chunk, FallbackReason
-from outrider.local import LocalCluster, Options, ServiceState
+from outrider.client import AsyncClient, Chunk, FallbackReason, Finished
+from outrider.local import LocalCluster, Options, Report, ServiceState
 
 pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
@@ -27,14 +28,15 @@ async def command(*arguments: str) -> asyncio.subprocess.Process:
     )  # fmt: skip
 
 
-async def generate(address: str, *arguments: str) -> dict:
+async def generate(address: str, *arguments: str) -> dict[str, Any]:
     process = await command("generate", "--address", address, "--json", "--temperature", "0", *arguments)
     out, err = await asyncio.wait_for(process.communicate(), 120)
     assert (process.returncode, err) == (0, b"")
-    return json.loads(out)
+    answer: dict[str, Any] = json.loads(out)
+    return answer
 
 
-async def test_up_serves_until_ctrl_c():
+async def test_up_serves_until_ctrl_c() -> None:
     up = await command("up", "--port", "20123", "--device", "cpu")
     assert up.stderr is not None
     log = b""
@@ -64,8 +66,8 @@ async def test_up_serves_until_ctrl_c():
             os.kill(pid, 0)
 
 
-async def test_a_drafter_that_is_killed_costs_speed_and_comes_back():
-    reports = []
+async def test_a_drafter_that_is_killed_costs_speed_and_comes_back() -> None:
+    reports: list[Report] = []
     options = Options(bundled_model("target"), bundled_model("draft"), device="cpu", drain_seconds=1.0)
     prompt = heldout_prompt()
     async with LocalCluster(options, reports.append) as cluster, AsyncClient(cluster.address) as client:
@@ -77,9 +79,9 @@ async def test_a_drafter_that_is_killed_costs_speed_and_comes_back():
                 if not token_ids:
                     cluster.drafter.kill()
                 token_ids += [token.id for token in event.tokens]
-        finished = event
+        assert isinstance(event, Finished)
         assert tuple(token_ids) == expected.token_ids
-        assert [item.reason for item in finished.speculation.fallbacks] == [FallbackReason.DRAFTER_LOST]
+        assert [item.reason for item in event.speculation.fallbacks] == [FallbackReason.DRAFTER_LOST]
         while ServiceState.SERVING not in [report.state for report in reports]:
             await asyncio.sleep(0.1)
         while not (await client.model()).drafters[0].is_ready:
@@ -89,7 +91,7 @@ async def test_a_drafter_that_is_killed_costs_speed_and_comes_back():
         assert again.token_ids == expected.token_ids[:32]
 
 
-async def test_prompt_lookup_needs_no_draft_model():
+async def test_prompt_lookup_needs_no_draft_model() -> None:
     options = Options(bundled_model("target"), drafter="ngram", device="cpu", drain_seconds=1.0)
     async with LocalCluster(options) as cluster, AsyncClient(cluster.address) as client:
         completion = await client.generate(heldout_prompt(), max_tokens=64, temperature=0, ignore_eos=True)

@@ -44,6 +44,9 @@ class Verifier(verifier_pb2_grpc.VerifierServiceServicer):
     def __init__(self, fail: Fail) -> None:
         self._fail = fail
 
+    async def GetInfo(self, request: Any, context: Any) -> verifier_pb2.VerifierServiceGetInfoResponse:
+        raise NotImplementedError  # nobody asks
+
     async def Decode(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[verifier_pb2.DecodeResponse]:
         async for _ in requests:
             self._fail()
@@ -102,14 +105,15 @@ async def test_our_errors_keep_their_status_and_message(error: OutriderError) ->
     async with channel_to(raising(error)) as (channel, generation):
         for found in await call_all(channel):
             assert (found.code(), found.details()) == (error.code, error.message)
-            assert rpc_status.from_call(found) is None or not rpc_status.from_call(found).details
+            status = rpc_status.from_call(found)  # type: ignore[arg-type]
+            assert status is None or not status.details
         assert generation.num_cleaned_up == 1
 
 
 async def test_a_retry_delay_travels_as_retry_info() -> None:
     async with channel_to(raising(ResourceExhaustedError("full", retry_delay_seconds=1.25))) as (channel, _):
         for found in await call_all(channel):
-            (detail,) = rpc_status.from_call(found).details
+            (detail,) = rpc_status.from_call(found).details  # type: ignore[arg-type]
             info = error_details_pb2.RetryInfo()
             assert detail.Unpack(info)
             assert info.retry_delay.ToTimedelta().total_seconds() == 1.25
@@ -133,12 +137,12 @@ async def test_bytes_that_are_no_message(method: str) -> None:
 
         async def call() -> None:
             if method.endswith("GetModel"):
-                await channel.unary_unary(path)(b"\xff\xff")
+                await channel.unary_unary(path, None, None)(b"\xff\xff")
             elif method.endswith("Generate"):
-                async for _ in channel.unary_stream(path)(b"\xff\xff"):
+                async for _ in channel.unary_stream(path, None, None)(b"\xff\xff"):
                     pass
             else:
-                async for _ in channel.stream_stream(path)(iter([b"", b"\xff\xff"])):
+                async for _ in channel.stream_stream(path, None, None)(iter([b"", b"\xff\xff"])):
                     pass
 
         with pytest.raises(grpc.aio.AioRpcError, match="not a message") as caught:
@@ -161,5 +165,5 @@ async def test_a_cancelled_stream_cleans_up_at_once() -> None:
         call = generation_pb2_grpc.GenerationServiceStub(channel).Generate(generation_pb2.GenerateRequest())
         await call.read()
         call.cancel()
-        await channel.close()
+        await channel.close(None)
     assert generation.num_cleaned_up == 1

@@ -224,7 +224,7 @@ class Receiver(metrics_service_pb2_grpc.MetricsServiceServicer):
 def receiver() -> Iterator[tuple[Receiver, str]]:
     server = grpc.server(ThreadPoolExecutor(2))
     servicer = Receiver()
-    metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(servicer, server)
+    metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(servicer, server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
     yield servicer, f"http://127.0.0.1:{port}"

@@ -6,7 +6,8 @@ import asyncio
 import gc
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
 
 import grpc
 import pytest
@@ -40,6 +41,12 @@ class Component(generation_pb2_grpc.GenerationServiceServicer):
 
     async def stop(self) -> None:
         self.log.append("stop")
+
+    async def GetModel(self, request: Any, context: Any) -> generation_pb2.GetModelResponse:
+        raise NotImplementedError  # nobody asks
+
+    def Generate(self, request: Any, context: Any) -> AsyncIterator[generation_pb2.GenerateResponse]:
+        raise NotImplementedError
 
 
 def make_server(component: Component, **fields: object) -> Server:
@@ -223,6 +230,6 @@ def test_a_service_that_cannot_start_ends_with_1(caplog: pytest.LogCaptureFixtur
 def test_both_ends_agree_on_pings() -> None:
     """Catches a client that pings more often than its server allows: such a connection is closed again and again."""
     client, server = dict(channel_options(1 << 20)), dict(channel_options(1 << 20, server=True))
-    assert client["grpc.keepalive_time_ms"] > server["grpc.http2.min_ping_interval_without_data_ms"]
+    assert int(client["grpc.keepalive_time_ms"]) > int(server["grpc.http2.min_ping_interval_without_data_ms"])
     assert server["grpc.so_reuseport"] == 0
     assert client["grpc.max_receive_message_length"] == server["grpc.max_send_message_length"] == 1 << 20
