@@ -55,7 +55,9 @@ def tiny_pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @cache
 def load_model(path: Path) -> PreTrainedModel:
     """A model in float32, as transformers runs it."""
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model.train(False)
+    return model
 
 
 @torch.inference_mode()
@@ -63,7 +65,7 @@ def greedy_tokens(path: Path, prompt: Sequence[int], num_tokens: int) -> list[in
     """What `generate(do_sample=False)` continues the prompt with, end of sequence ignored."""
     model = load_model(path)
     inputs = torch.tensor([list(prompt)])
-    output = model.generate(
+    output = model.generate(  # type: ignore[operator]  # every causal language model has it
         inputs,
         attention_mask=torch.ones_like(inputs),
         max_new_tokens=num_tokens,

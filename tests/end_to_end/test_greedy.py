@@ -117,8 +117,8 @@ async def test_scripts_change_nothing(
     path.write_text(json.dumps({"sequences": right}))
     async with demo_cluster(drafter="scripted", draft=None, script=str(path)) as cluster:
         results = await generate_all(cluster, prompts)
-    for index, (prompt, completion) in enumerate(results):
-        assert list(completion.token_ids) == expected[tuple(prompt)]
+    for index, (tokens, completion) in enumerate(results):
+        assert list(completion.token_ids) == expected[tuple(tokens)]
         statistics = completion.speculation
         if index < 4:
             assert statistics.num_accepted_tokens == statistics.num_draft_tokens

@@ -79,7 +79,7 @@ async def test_a_seed_gives_the_same_over_both_fronts(cluster: LocalCluster, cli
     assert choice.text == expected.text
     assert token_ids(choice) == expected.token_ids
     assert choice.finish_reason == "length"
-    assert choice.outrider["seed"] == 7  # type: ignore[attr-defined]
+    assert choice.outrider["seed"] == 7
     assert (got.object, got.model) == ("text_completion", "target")
     assert got.usage is not None
     assert got.usage.prompt_tokens == expected.usage.num_prompt_tokens
@@ -87,7 +87,7 @@ async def test_a_seed_gives_the_same_over_both_fronts(cluster: LocalCluster, cli
     assert got.usage.total_tokens == expected.usage.num_prompt_tokens + 40
     assert got.usage.completion_tokens_details is not None
     assert got.usage.completion_tokens_details.accepted_prediction_tokens > 0
-    origins = [token["origin"] for token in choice.tokens]  # type: ignore[attr-defined]
+    origins = [token["origin"] for token in choice.tokens]
     assert {"ACCEPTED", "RECOVERED"} <= set(origins)
     other = await client.completions.create(
         model="target", prompt=PROMPT, **{**options, "seed": 8}, logit_bias={"11": -3}, extra_body=extra
@@ -136,7 +136,7 @@ async def test_a_stream_is_the_whole_in_pieces(client: AsyncOpenAI) -> None:
             assert parts == (
                 getattr(choice.logprobs, name)
                 if name != "token_logprobs"
-                else [pytest.approx(one, abs=1e-5) for one in choice.logprobs.token_logprobs]  # type: ignore[union-attr]
+                else [pytest.approx(one, abs=1e-5) for one in choice.logprobs.token_logprobs]
             )
 
 
@@ -162,9 +162,9 @@ async def test_stop_and_echo_and_no_speculation(client: AsyncOpenAI) -> None:
     choice = got.choices[0]
     assert choice.text == "def main():" + free.choices[0].text[: free.choices[0].text.index(stop)]
     assert choice.finish_reason == "stop"
-    assert choice.outrider["stop_string"] == stop  # type: ignore[attr-defined]
-    assert choice.outrider["speculation"]["drafted"] == 0  # type: ignore[attr-defined]
-    assert choice.outrider["speculation"]["fallbacks"][0]["reason"] == "CLIENT_DISABLED"  # type: ignore[attr-defined]
+    assert choice.outrider["stop_string"] == stop
+    assert choice.outrider["speculation"]["drafted"] == 0
+    assert choice.outrider["speculation"]["fallbacks"][0]["reason"] == "CLIENT_DISABLED"
 
 
 async def test_chat_is_a_completion_behind_the_template(cluster: LocalCluster, client: AsyncOpenAI) -> None:

@@ -108,7 +108,8 @@ def p_value(counts: Counter[int], expected: torch.Tensor, total: int) -> float:
     """Of a chi-squared test with tokens of fewer than ten expected hits in one bin; 0 where the impossible happened."""
     if any(expected[token_id] == 0 for token_id in counts):
         return 0.0
-    observed, wanted = [], []
+    observed: list[float] = []
+    wanted: list[float] = []
     rest_observed, rest_wanted = 0.0, 0.0
     for token_id in range(VOCABULARY):
         hits = float(expected[token_id]) * total

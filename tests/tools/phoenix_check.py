@@ -44,7 +44,7 @@ async def spans_of(client: httpx.AsyncClient, request_id: str) -> list[dict[str,
         found: list[dict[str, Any]] = []
         cursor: str | None = None
         while True:
-            parameters = {"limit": 1000, **({"cursor": cursor} if cursor else {})}
+            parameters: dict[str, str | int] = {"limit": 1000, **({"cursor": cursor} if cursor else {})}
             answer = (await client.get("/v1/projects/default/spans", params=parameters)).raise_for_status().json()
             found += answer["data"]
             cursor = answer.get("next_cursor")
