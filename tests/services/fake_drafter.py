@@ -36,7 +36,7 @@ def refusal(sequence: DraftSequence, reason: drafter_pb2.NoProposalReason) -> dr
 
 def identity(**fields: Any) -> common_pb2.ModelIdentity:
     """The identity of a drafter without a model, which fits every target."""
-    defaults = {"protocol_version": PROTOCOL_VERSION, "random_scheme": RANDOM_SCHEME, "name": "fake"}
+    defaults: dict[str, Any] = {"protocol_version": PROTOCOL_VERSION, "random_scheme": RANDOM_SCHEME, "name": "fake"}
     return common_pb2.ModelIdentity(**(defaults | fields))
 
 

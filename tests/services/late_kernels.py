@@ -123,7 +123,7 @@ def make_runner(path: Path, num_kv_heads: int) -> ModelRunner:
         vocab_size=VOCABULARY,
         max_position_embeddings=4096,
     )
-    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(path)  # type: ignore[arg-type]  # declared without `self`
     return ModelRunner(
         path,
         device=torch.device("cpu"),
@@ -232,7 +232,7 @@ def random_row(rng: np.random.Generator, length: int, sampling: SamplingParamete
 
 def main(arguments: Sequence[str]) -> None:
     is_cold = "--cold" in arguments
-    driver.set_active(Gpu())  # type: ignore[arg-type]
+    driver.set_active(Gpu())
     for module in (
         kernels.paged_attention_split_triton,
         kernels.paged_attention_triton,
@@ -241,7 +241,7 @@ def main(arguments: Sequence[str]) -> None:
         kernels.silu_mul_triton,
     ):
         if hasattr(module, "has_dependent_launch"):
-            module.has_dependent_launch = lambda device: True
+            module.has_dependent_launch = lambda device: True  # type: ignore[attr-defined]
     if is_cold:
         ModelRunner._attention_batches = lambda self, query_len: set()  # type: ignore[method-assign]
         DraftExecutor.warm_up = lambda self: None  # type: ignore[method-assign]

@@ -16,7 +16,9 @@ Shape = Callable[[torch.Tensor, list[int]], torch.Tensor]
 @cache
 def load_model(path: Path) -> PreTrainedModel:
     """A model in float32, as transformers runs it."""
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    model.train(False)
+    return model
 
 
 def disturbed(source: Path, path: Path, scale: float) -> Path:
@@ -45,7 +47,7 @@ def greedy(path: Path, prompt: Sequence[int], num_tokens: int) -> list[int]:
 @torch.inference_mode()
 def _greedy(path: Path, prompt: tuple[int, ...], num_tokens: int) -> tuple[int, ...]:
     inputs = torch.tensor([list(prompt)])
-    output = load_model(path).generate(
+    output = load_model(path).generate(  # type: ignore[operator]  # every causal language model has it
         inputs,
         attention_mask=torch.ones_like(inputs),
         max_new_tokens=num_tokens,
@@ -69,4 +71,5 @@ def shaped_greedy(path: Path, prompt: Sequence[int], num_tokens: int, shape: Sha
 @torch.inference_mode()
 def logprobs(path: Path, tokens: Sequence[int]) -> torch.Tensor:  # [len(tokens), vocab_size]
     """Log-probabilities of each next token."""
-    return load_model(path)(torch.tensor([list(tokens)])).logits[0].log_softmax(dim=1)
+    logits: torch.Tensor = load_model(path)(torch.tensor([list(tokens)])).logits[0]
+    return logits.log_softmax(dim=1)

@@ -7,11 +7,12 @@ import logging
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
-from transformers.generation import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
+from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
 
 from outrider.service.serving import Server
 from outrider.v1 import common_pb2
@@ -307,23 +308,22 @@ async def test_a_resumed_sequence_counts_what_it_already_has(pair: Pair) -> None
     ],
     ids="+".join,
 )
-async def test_penalties_count_the_draft_tokens_before_each_position(
-    pair: Pair, sampling: dict[str, float | dict[int, float]]
-) -> None:
+async def test_penalties_count_the_draft_tokens_before_each_position(pair: Pair, sampling: dict[str, Any]) -> None:
     """Catches penalties that see the committed tokens only: the second token of a repetition would slip through."""
     target, draft = pair
 
     def shaped(prompt: list[int], num_tokens: int) -> list[int]:
         def shape(logits: torch.Tensor, tokens: list[int]) -> torch.Tensor:
-            so_far, scores = torch.tensor([tokens]), logits.clone().unsqueeze(0)
+            so_far = torch.tensor([tokens])
+            scores: torch.Tensor = logits.clone().unsqueeze(0)
             if "repetition_penalty" in sampling:
                 scores = RepetitionPenaltyLogitsProcessor(sampling["repetition_penalty"])(so_far, scores)
             counts = torch.bincount(torch.tensor(tokens[len(prompt) :], dtype=torch.int64), minlength=len(logits))
             scores = scores - sampling.get("frequency_penalty", 0.0) * counts
             scores = scores - sampling.get("presence_penalty", 0.0) * (counts > 0)
             if bias := sampling.get("logit_bias"):
-                assert isinstance(bias, dict)
-                scores = SequenceBiasLogitsProcessor({(token,): value for token, value in bias.items()})(so_far, scores)
+                biases = {(token,): value for token, value in bias.items()}
+                scores = SequenceBiasLogitsProcessor(biases)(so_far, scores)  # type: ignore[arg-type]  # a dict will do
             return scores[0]
 
         return shaped_greedy(target, prompt, num_tokens, shape)

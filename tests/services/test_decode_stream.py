@@ -88,7 +88,7 @@ def opening(sequence_id: int, **fields: Any) -> verifier_pb2.OpenDecoding:
         owner = message.sampling if name.startswith("sampling__") else message
         field = name.removeprefix("sampling__")
         if isinstance(value, dict):
-            owner.logit_bias.update(value)
+            message.sampling.logit_bias.update(value)
         elif value is None:
             owner.ClearField(field)
         else:
@@ -148,13 +148,13 @@ async def test_a_frame_that_does_not_parse_ends_its_stream_only(pair: Pair) -> N
         decode_client(verifier.address) as client,
         grpc.aio.insecure_channel(verifier.address) as channel,
     ):
-        call = channel.stream_stream("/outrider.v1.VerifierService/Decode")(iter([b"\xff\xff\xff"]))
+        call = channel.stream_stream("/outrider.v1.VerifierService/Decode", None, None)(iter([b"\xff\xff\xff"]))
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             async for _ in call:
                 pass
         assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
         with pytest.raises(grpc.aio.AioRpcError) as caught:
-            await channel.unary_unary("/outrider.v1.VerifierService/GetInfo")(b"\xff")
+            await channel.unary_unary("/outrider.v1.VerifierService/GetInfo", None, None)(b"\xff")
         assert caught.value.code() == grpc.StatusCode.INVALID_ARGUMENT
         assert (await client.decode(PROMPT, max_tokens=5)).token_ids == greedy(target, PROMPT, 5)
 
@@ -370,7 +370,7 @@ async def test_the_first_frame_tells_the_state_of_everything(pair: Pair) -> None
             yield b""
 
         call = channel.stream_stream(
-            "/outrider.v1.VerifierService/Decode", response_deserializer=verifier_pb2.DecodeResponse.FromString
+            "/outrider.v1.VerifierService/Decode", None, verifier_pb2.DecodeResponse.FromString
         )(nothing())
         async for frame in call:
             assert [status.address for status in frame.drafters] == [drafter.address]

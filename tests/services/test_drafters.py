@@ -114,7 +114,8 @@ def test_a_file_of_sequences_is_replayed(tmp_path: Path) -> None:
 
 
 def test_a_callable_is_imported() -> None:
-    assert load_script("operator:getitem")([5, 6, 7], 1) == 6
+    found: object = load_script("operator:getitem")([5, 6, 7], 1)
+    assert found == 6
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,8 @@ VOCABULARY = 64
 UNKNOWN_SEQUENCE = drafter_pb2.NO_PROPOSAL_REASON_UNKNOWN_SEQUENCE
 BAD_MESSAGE = drafter_pb2.NO_PROPOSAL_REASON_BAD_MESSAGE
 
-Open, Frame = verifier_pb2.OpenDecoding, verifier_pb2.DecodeRequest
+Open = verifier_pb2.OpenDecoding
+Frame = verifier_pb2.DecodeRequest
 
 
 @dataclass
@@ -86,7 +87,7 @@ class Running:
         """The status of a stream on which these bytes were sent, empty where it got lost."""
         address = self.drafter if method == DRAFT else self.verifier
         async with grpc.aio.insecure_channel(address, options=LOCAL) as channel:
-            call: Any = channel.stream_stream(method, None, None)()
+            call: Any = channel.stream_stream(method, None, None)(None)
             with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
                 for wire in wires:
                     await call.write(wire)
@@ -94,7 +95,7 @@ class Running:
                 await call.done_writing()
             async with asyncio.timeout(20):
                 with contextlib.suppress(grpc.aio.AioRpcError):
-                    while await call.read() is not grpc.aio.EOF:
+                    while await call.read() is not grpc.aio.EOF:  # type: ignore[attr-defined]  # not in the stubs
                         pass
                 code: grpc.StatusCode = await call.code()
                 # Not the service's: a client that writes on a stream which has just ended makes up a status of its own.
@@ -281,6 +282,17 @@ async def test_wrong_order_and_alien_sequences_on_a_gateways_stream(running: Run
     client.send(Frame(closes=[own_id]))
 
 
+# Of a sequence of four tokens that was just opened.
+BAD_VERDICTS: dict[str, dict[str, Any]] = {
+    "an epoch from the future": {"epoch": 9, "num_committed": 5, "token_ids": pack_tokens([1])},
+    "the last epoch of all": {"epoch": 2**32 - 1, "num_committed": 5, "token_ids": pack_tokens([1])},
+    "a gap": {"num_committed": 9, "token_ids": pack_tokens([1])},
+    "what is committed already": {"num_committed": 4, "token_ids": pack_tokens([1])},
+    "the last position of all": {"num_committed": 2**64 - 1, "token_ids": pack_tokens([1])},
+    "an unknown token": {"num_committed": 5, "token_ids": pack_tokens([VOCABULARY])},
+    "nothing": {"num_committed": 4, "token_ids": b""},
+    "half a token": {"num_committed": 5, "token_ids": b"123"},
+}
 BAD_DRAFTS: dict[str, drafter_pb2.DraftRequest] = {
     "a verdict before the opening": drafter_pb2.DraftRequest(
         verdicts=[drafter_pb2.Verdict(sequence_id=7, num_committed=5, token_ids=pack_tokens([1]))]
@@ -293,18 +305,9 @@ BAD_DRAFTS: dict[str, drafter_pb2.DraftRequest] = {
     "opened twice": drafter_pb2.DraftRequest(opens=[draft_opening(7), draft_opening(7)]),
     **{
         f"opened, then {name}": drafter_pb2.DraftRequest(
-            opens=[draft_opening(7)], verdicts=[drafter_pb2.Verdict(**{"sequence_id": 7, **fields})]
+            opens=[draft_opening(7)], verdicts=[drafter_pb2.Verdict(sequence_id=7, **fields)]
         )
-        for name, fields in {
-            "an epoch from the future": {"epoch": 9, "num_committed": 5, "token_ids": pack_tokens([1])},
-            "the last epoch of all": {"epoch": 2**32 - 1, "num_committed": 5, "token_ids": pack_tokens([1])},
-            "a gap": {"num_committed": 9, "token_ids": pack_tokens([1])},
-            "what is committed already": {"num_committed": 4, "token_ids": pack_tokens([1])},
-            "the last position of all": {"num_committed": 2**64 - 1, "token_ids": pack_tokens([1])},
-            "an unknown token": {"num_committed": 5, "token_ids": pack_tokens([VOCABULARY])},
-            "nothing": {"num_committed": 4, "token_ids": b""},
-            "half a token": {"num_committed": 5, "token_ids": b"123"},
-        }.items()
+        for name, fields in BAD_VERDICTS.items()
     },
 }
 
@@ -314,7 +317,7 @@ async def test_wrong_order_and_epochs_from_the_future_on_a_verifiers_stream(runn
     async with running.bystanders(), grpc.aio.insecure_channel(running.drafter, options=LOCAL) as channel:
         call: Any = channel.stream_stream(
             DRAFT, drafter_pb2.DraftRequest.SerializeToString, drafter_pb2.DraftResponse.FromString
-        )()
+        )(None)
         await call.write(hello())
         assert not (await call.read()).proposals
 

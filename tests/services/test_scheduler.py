@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from typing import Any
 
 import pytest
 
@@ -43,7 +44,7 @@ def run(scheduler: Scheduler, blocks: BlockManager) -> list[Scheduled]:
     return parts
 
 
-def decoding(scheduler: Scheduler, blocks: BlockManager, length: int = 4, **fields: object) -> TargetSequence:
+def decoding(scheduler: Scheduler, blocks: BlockManager, length: int = 4, **fields: Any) -> TargetSequence:
     """A sequence whose prompt is computed and whose first token is committed."""
     sequence = target_sequence(length, **fields)
     scheduler.add(sequence)

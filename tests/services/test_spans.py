@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from typing import Any
 
 import pytest
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace import Event, ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode, format_span_id, format_trace_id
@@ -43,6 +44,12 @@ class Recorder:
 
     def named(self, name: str) -> list[ReadableSpan]:
         return [span for span in self.exporter.get_finished_spans() if span.name == name]
+
+
+def number(span: ReadableSpan | Event, key: str) -> float:
+    value = (span.attributes or {})[key]
+    assert isinstance(value, int | float)
+    return value
 
 
 def parent_of(span: ReadableSpan) -> str:
@@ -91,7 +98,7 @@ async def test_one_trace_over_both_services(pair: Pair) -> None:
     steps = verifier_spans.named("verify_step")
     # The step that ended the prompt is its prefill.
     assert len(steps) == result.num_steps - 1
-    numbers = [dict(step.attributes or {}) for step in steps]
+    numbers: list[dict[str, Any]] = [dict(step.attributes or {}) for step in steps]
     assert sum(int(step["outrider.num_draft_tokens"]) for step in numbers) == result.num_drafted
     assert sum(int(step["outrider.num_accepted_tokens"]) for step in numbers) == result.num_accepted
     position = len(PROMPT) + 1
@@ -204,14 +211,14 @@ async def test_steps_beyond_the_first_ones_are_folded(pair: Pair) -> None:
     alone = [span for span in verifier_spans.named("verify_step") if parent_of(span) == id_of(first)]
     folded = [span for span in verifier_spans.named("verify_steps") if parent_of(span) == id_of(first)]
     assert len(alone) == 3
-    num_folded = [int((span.attributes or {})["outrider.num_steps"]) for span in folded]  # type: ignore[arg-type]
+    num_folded = [number(span, "outrider.num_steps") for span in folded]
     assert set(num_folded[:-1]) == {3}
     assert 3 + sum(num_folded) == result.num_steps - 1
     for key, total in (
         ("outrider.num_draft_tokens", result.num_drafted),
         ("outrider.num_accepted_tokens", result.num_accepted),
     ):
-        assert sum(int((span.attributes or {})[key]) for span in alone + folded) == total  # type: ignore[arg-type]
+        assert sum(number(span, key) for span in alone + folded) == total
     for before, after in itertools.pairwise(folded):
         assert (before.end_time or 0) <= (after.start_time or 0)
     for span in folded:
@@ -267,7 +274,7 @@ async def test_preemption_shows(pair: Pair) -> None:
     for span in lost:
         events = [event for event in decodes[parent_of(span)].events if event.name == "outrider.preempted"]
         assert any(event.timestamp == span.start_time for event in events)
-        assert all(int((event.attributes or {})["outrider.num_lost_tokens"]) > 0 for event in events)  # type: ignore[arg-type]
+        assert all(number(event, "outrider.num_lost_tokens") > 0 for event in events)
     assert {parent_of(span) for span in recorder.named("recompute")} <= {parent_of(span) for span in lost}
 
 
