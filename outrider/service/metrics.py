@@ -34,6 +34,7 @@ from prometheus_client import CollectorRegistry, ProcessCollector, start_http_se
 from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_latest
 from prometheus_client.metrics_core import Metric as Family
 
+from outrider.service.exporter_choice import chosen_exporter
 from outrider.service.instruments import Counter, Gauge, Histogram, Instrument, Instruments, Labels
 from outrider.service.telemetry import service_resource
 
@@ -232,18 +233,14 @@ def _attributes(about: Instrument, labels: Labels) -> dict[str, str]:
 
 
 def _exporter(environment: Mapping[str, str]) -> MetricExporter | None:
-    has_endpoint = any(environment.get(f"OTEL_EXPORTER_OTLP{signal}_ENDPOINT") for signal in ("", "_METRICS"))
-    match environment.get("OTEL_METRICS_EXPORTER", "otlp" if has_endpoint else "none"):
+    if environment.get("OTEL_METRICS_EXPORTER") == "prometheus":
+        raise ValueError("OTEL_METRICS_EXPORTER: the Prometheus endpoint is switched on by metrics_listen")
+    match chosen_exporter(environment, "METRICS"):
         case "none":
             return None
         case "console":
             return ConsoleMetricExporter()
         case "otlp":
-            protocol = environment.get(
-                "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL", environment.get("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
-            )
-            if protocol != "grpc":
-                raise ValueError(f"OTEL_EXPORTER_OTLP_PROTOCOL: {protocol!r} is not supported, only 'grpc' is")
             preference = environment.get("OTEL_EXPORTER_OTLP_METRICS_TEMPORALITY_PREFERENCE", "cumulative")
             if preference.lower() != "cumulative":
                 raise ValueError(
@@ -253,9 +250,3 @@ def _exporter(environment: Mapping[str, str]) -> MetricExporter | None:
             from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
 
             return OTLPMetricExporter()
-        case "prometheus":
-            raise ValueError("OTEL_METRICS_EXPORTER: the Prometheus endpoint is switched on by metrics_listen")
-        case other:
-            raise ValueError(
-                f"OTEL_METRICS_EXPORTER: {other!r} is not supported, only 'otlp', 'console' and 'none' are"
-            )

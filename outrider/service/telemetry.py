@@ -14,6 +14,8 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor, ConsoleSpanExport
 from opentelemetry.sdk.trace.sampling import Sampler
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
+from outrider.service.exporter_choice import chosen_exporter
+
 _PROPAGATOR = TraceContextTextMapPropagator()
 _SAMPLERS = {
     "always_on",
@@ -122,20 +124,12 @@ def _check_sampler(environment: Mapping[str, str]) -> None:
 def _exporter(environment: Mapping[str, str]) -> SpanExporter | None:
     if environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return None
-    has_endpoint = any(environment.get(f"OTEL_EXPORTER_OTLP{signal}_ENDPOINT") for signal in ("", "_TRACES"))
-    match environment.get("OTEL_TRACES_EXPORTER", "otlp" if has_endpoint else "none"):
+    match chosen_exporter(environment, "TRACES"):
         case "none":
             return None
         case "console":
             return ConsoleSpanExporter()
         case "otlp":
-            protocol = environment.get(
-                "OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", environment.get("OTEL_EXPORTER_OTLP_PROTOCOL", "grpc")
-            )
-            if protocol != "grpc":
-                raise ValueError(f"OTEL_EXPORTER_OTLP_PROTOCOL: {protocol!r} is not supported, only 'grpc' is")
             from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 
             return OTLPSpanExporter()
-        case other:
-            raise ValueError(f"OTEL_TRACES_EXPORTER: {other!r} is not supported, only 'otlp', 'console' and 'none' are")
