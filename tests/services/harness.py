@@ -26,6 +26,7 @@ from outrider.service.serving import Registration, Server
 from outrider.service.telemetry import Telemetry
 from outrider.v1 import common_pb2, drafter_pb2, drafter_pb2_grpc, generation_pb2, verifier_pb2, verifier_pb2_grpc
 from tests.service_device import SERVICE_DEVICE
+from verifier_service.executor import TargetExecutor
 from verifier_service.metrics import VerifierMetrics
 from verifier_service.service import VerifierService
 from verifier_service.settings import VerifierSettings
@@ -258,6 +259,13 @@ def replay(*sequences: Sequence[int], offset: int = 0, vocab_size: int = 64) -> 
         return ()
 
     return script
+
+
+def runner_of(service: VerifierService) -> ModelRunner:
+    """The target model's."""
+    executor = service._target.executor
+    assert isinstance(executor, TargetExecutor)
+    return executor._runner
 
 
 def fail_once(monkeypatch: pytest.MonkeyPatch, runner: ModelRunner, *, at_call: int, times: int = 1) -> None:

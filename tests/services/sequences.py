@@ -41,7 +41,7 @@ def target_sequence(
 ) -> TargetSequence:
     """A greedy sequence that has just arrived, with a drafter unless told otherwise."""
     number = next(_ids)
-    defaults = {
+    defaults: dict[str, Any] = {
         "session_id": 1,
         "sequence_id": number,
         "link_sequence_id": number,

@@ -24,6 +24,7 @@ from tests.services.harness import (
     drafter_settings,
     eventually,
     fail_once,
+    runner_of,
     running_drafter,
     running_verifier,
     verifier_is_empty,
@@ -246,7 +247,7 @@ async def test_an_exception_in_one_step(pair: Pair, monkeypatch: pytest.MonkeyPa
         await client.use_drafters(drafter.address)
         for _ in range(2):
             with monkeypatch.context() as patch:
-                fail_once(patch, service._target.executor._runner, at_call=5)
+                fail_once(patch, runner_of(service), at_call=5)
                 results = await asyncio.gather(
                     *(client.decode(prompt, drafter=drafter.address, max_tokens=40) for prompt in prompts(3))
                 )
@@ -270,7 +271,7 @@ async def test_a_device_that_fails_for_good(pair: Pair, monkeypatch: pytest.Monk
     monkeypatch.setattr(os, "kill", lambda pid, number: signals.append(number))
     settings = verifier_settings(target, max_running=1, drain_seconds=20)
     async with running_verifier(settings) as (verifier, service), decode_client(verifier.address) as client:
-        fail_once(monkeypatch, service._target.executor._runner, at_call=1, times=1000)
+        fail_once(monkeypatch, runner_of(service), at_call=1, times=1000)
         opened = [client.open(PROMPT, max_tokens=40) for _ in range(4)]
         await eventually(lambda: client.error is not None)
         assert isinstance(client.error, grpc.aio.AioRpcError)

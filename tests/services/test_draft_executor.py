@@ -105,7 +105,7 @@ def test_a_graphed_round_drafts_what_an_eager_one_does(model: Path) -> None:
 
     def three_rounds(drafter: ModelDrafter) -> list[tuple[list[int], list[list[int]], list[list[int]]]]:
         sequences = draft_sequences()
-        found = []
+        found: list[tuple[list[int], list[list[int]], list[list[int]]]] = []
         for round_number in range(3):
             for draft in all_drafts(drafter, sequences):
                 tokens = list(draft.token_ids)

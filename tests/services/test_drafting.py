@@ -6,7 +6,6 @@ import pytest
 
 from outrider.v1 import common_pb2, drafter_pb2
 from tests.services.sequences import LINK, commit, propose, target_sequence
-from verifier_service import drafting
 from verifier_service.drafting import DraftingLinks
 from verifier_service.gathering import Gathering
 from verifier_service.sequence import TargetSequence
@@ -23,7 +22,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(drafting.time, "monotonic", lambda: clock.now)
+    monkeypatch.setattr("verifier_service.drafting.time.monotonic", lambda: clock.now)
     return clock
 
 

@@ -96,7 +96,7 @@ class Rig:
         return collected(self.executor.submit(rows), len(rows))
 
 
-def collected(passes: Sequence[Pass], num_rows: int) -> list[Sampled | None]:
+def collected(passes: Sequence[Pass[Sampled]], num_rows: int) -> list[Sampled | None]:
     found: list[Sampled | None] = [None] * num_rows
     for part in passes:
         for index, sampled in zip(part.rows, part.collect(), strict=True):

@@ -105,7 +105,7 @@ async def test_a_drafter_lost_while_its_drafts_are_verified(pair: Pair, flights:
         while not flights.is_held:  # they meet in one step sooner or later
             opened = [client.open(PLAIN, max_tokens=60)[1]]
             opened.append(client.open(SPECULATING, drafter=drafter.address, max_tokens=60)[1])
-            await eventually(lambda opened=opened: flights.is_held or all(result.done.is_set() for result in opened))
+            await eventually(lambda: flights.is_held or all(result.done.is_set() for result in opened))  # noqa: B023
         await asyncio.sleep(0.2)
         await drafters.aclose()
         # All that can be done beside the step that is held is done: the one who waited goes on alone.

@@ -16,7 +16,7 @@ from verifier_service.speculation import LinkKey
 class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        monkeypatch.setattr(gathering.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr("verifier_service.gathering.time.monotonic", lambda: self.now)
 
 
 def speculating(drafter: LinkKey = LINK, *, is_ready: bool, length_limit: int = 64) -> TargetSequence:

@@ -45,7 +45,11 @@ def changed(**fields: object) -> Change:
 
 def refused(reason: int) -> Change:
     def change(proposal: Proposal) -> list[Wire]:
-        none = drafter_pb2.NoProposal(sequence_id=proposal.sequence_id, reason=reason, position=proposal.position)
+        none = drafter_pb2.NoProposal(
+            sequence_id=proposal.sequence_id,
+            reason=reason,  # type: ignore[arg-type]  # it need not be one of the enum
+            position=proposal.position,
+        )
         return [drafter_pb2.DraftResponse(no_proposals=[none])]
 
     return change
@@ -85,7 +89,7 @@ CASES: dict[str, tuple[Change, list[str]]] = {
         [],
     ),
     "an old epoch": (lambda p: [*(changed(epoch=p.epoch - 1)(p) if p.epoch else []), frame(p)], []),
-    "empty frames": (lambda p: [frame()] * 100 + [frame(p)], []),
+    "empty frames": (lambda p: [*[frame()] * 100, frame(p)], []),
 }
 
 
@@ -159,7 +163,11 @@ async def test_a_drafter_speaks_for_its_own_sequences_only(pair: Pair) -> None:
     def meddle(proposal: Proposal, sequence: DraftSequence) -> list[Wire]:
         ids = range(1, 30)
         false = [frame(Proposal(sequence_id=i, position=i, epoch=9, token_ids=b"????")) for i in ids]
-        none = [drafter_pb2.NoProposal(sequence_id=i, reason=5) for i in ids if i != proposal.sequence_id]
+        none = [
+            drafter_pb2.NoProposal(sequence_id=i, reason=drafter_pb2.NO_PROPOSAL_REASON_BAD_MESSAGE)
+            for i in ids
+            if i != proposal.sequence_id
+        ]
         return [*false, drafter_pb2.DraftResponse(no_proposals=none)]
 
     async with (
@@ -236,7 +244,10 @@ async def test_random_frames(pair: Pair) -> None:
             )
 
         none = [
-            drafter_pb2.NoProposal(sequence_id=proposal.sequence_id, reason=chance.choice([1, 1, 3, 7]))
+            drafter_pb2.NoProposal(
+                sequence_id=proposal.sequence_id,
+                reason=chance.choice([1, 1, 3, 7]),  # type: ignore[arg-type]  # nobody knows 7
+            )
             for _ in range(chance.choice([0, 0, 0, 1]))
         ]
         noisy = drafter_pb2.DraftResponse(proposals=[one() for _ in range(chance.randint(0, 3))], no_proposals=none)

@@ -44,8 +44,14 @@ def test_warming_up_runs_in_the_interpreter(pair: Pair) -> None:
     if os.environ.get("TRITON_INTERPRET") != "1":
         pytest.skip("Triton interprets only where there is no GPU")
     path, _ = pair
-    limits = {"num_blocks": 12, "max_num_batched_tokens": 64, "max_length": 65}
-    runner = ModelRunner(path, device=torch.device("cpu"), dtype=torch.float32, **limits)
+    runner = ModelRunner(
+        path,
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        num_blocks=12,
+        max_num_batched_tokens=64,
+        max_length=65,
+    )
     target = TargetExecutor(runner, max_rows=2, max_draft_tokens=2, num_candidates=8)
     target.use_graphs(None)
     drafter = DraftExecutor(runner, num_slots=2, max_graph_rows=2, max_draft_tokens=2, num_candidates=8)

@@ -10,9 +10,10 @@ import pytest
 
 from engine.block_manager import BlockManager
 from tests.services.sequences import LINK, NoModel, commit, propose, target_sequence
-from verifier_service.scheduler import Scheduled, Scheduler
+from verifier_service.scheduler import Scheduler
 from verifier_service.sequence import TargetSequence
 from verifier_service.speculation import WAITING, Speculation
+from verifier_service.step import Scheduled
 
 BLOCK = 4
 

@@ -17,6 +17,7 @@ from tests.services.harness import (
     eventually,
     fail_once,
     replay,
+    runner_of,
     running_drafter,
     running_verifier,
     scripted_drafter,
@@ -176,7 +177,7 @@ async def test_failures_refusals_and_preemptions(
         decode_client(verifier.address) as client,
     ):
         await client.decode([], max_tokens=4)
-        fail_once(monkeypatch, service._target.executor._runner, at_call=1)
+        fail_once(monkeypatch, runner_of(service), at_call=1)
         await client.decode(PROMPT, max_tokens=4)
         # Five of 80 tokens at the end, and room for 256.
         results = [client.open(PROMPT[:4], max_tokens=76, seed=seed)[1] for seed in range(5)]
