@@ -10,16 +10,14 @@ A part that fails, refuses or runs out of time does not keep the others from run
 from __future__ import annotations
 
 import argparse
-import os
 import shutil
-import signal
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from benchmarks.child import run_child
 from benchmarks.pair import default_directory
 from benchmarks.records import EXIT_REFUSED, EXIT_VOID, of_kind, progress, read_records
 from benchmarks.shapes import SHAPES
@@ -55,15 +53,9 @@ def run_part(part: Part, command: Sequence[str], seconds: float) -> str:
     """Run a part in a process group of its own and wait; what became of it, in a word or two."""
     progress(f"---- {part.name}: {' '.join(command[3:])}")
     start = time.monotonic()
-    process = subprocess.Popen(command, start_new_session=True)
-    try:
-        status = process.wait(timeout=seconds)
-    except subprocess.TimeoutExpired:
-        _end(process)
+    status = run_child(command, seconds)
+    if status is None:
         return f"stopped after {seconds:.0f} s"
-    except BaseException:
-        _end(process)
-        raise
     words = {0: "done", EXIT_REFUSED: "REFUSED", EXIT_VOID: "done, with VOID runs"}
     return f"{words.get(status, f'FAILED with exit status {status}')} in {time.monotonic() - start:.0f} s"
 
@@ -73,17 +65,6 @@ def missing_runs(path: Path) -> str:
     records = read_records(path)
     counts = {"FAILED": len(of_kind(records, "failed")), "left out": len(of_kind(records, "left_out"))}
     return ", ".join(f"{count} {word}" for word, count in counts.items() if count)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """End a part; services that it started end by themselves when it is gone."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        os.killpg(process.pid, number)
-        try:
-            process.wait(timeout=5)
-            return
-        except subprocess.TimeoutExpired:
-            continue
 
 
 def command_of(part: Part, options: argparse.Namespace, pair: Path, seconds: float) -> list[str]:
