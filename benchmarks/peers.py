@@ -1,14 +1,18 @@
-"""transformers on the same pair, plain and assisted, one request at a time: the peer that is always there.
+"""Other engines on the same pair, plain and speculating: transformers, which is always there, and vLLM where it is.
 
     python -m benchmarks.peers --pair DIR --out FILE
 
-Its assisted generation is speculative decoding within one process, with the same number of draft tokens and the same
-verification rule. Greedy outputs with and without assistance are compared first.
+transformers' assisted generation is speculative decoding within one process, with the same number of draft tokens and
+the same verification rule, one request at a time. Greedy outputs with and without assistance are compared first. vLLM
+runs the waves of `benchmarks.serve`, its offline engine in processes of their own (`benchmarks/peer_vllm.py`): on one
+GPU, and in tensor parallel where there are two. Where it is not installed, it is left out and a line says so.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import os
 import random
 import statistics
 import sys
@@ -20,6 +24,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.child import run_child
 from benchmarks.pair import PairDirectory, add_pair_arguments, pair_of
 from benchmarks.pair_weights import load_reference
 from benchmarks.parity import NEAR_TIE
@@ -30,11 +35,15 @@ from benchmarks.records import (
     RefusalError,
     of_kind,
     progress,
+    read_records,
     remarks,
     run_refusable,
     table,
 )
-from benchmarks.timing import resolve_device, synchronize
+from benchmarks.timing import free_memory, resolve_device, synchronize
+
+# Beyond the time after which a vLLM begins nothing new.
+_GRACE_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
@@ -147,6 +156,66 @@ def _run(
     return EXIT_VOID if any(record["void"] for record in of_kind(recorder.records, "transformers")) else 0
 
 
+def run_vllm(pair: PairDirectory, recorder: Recorder, options: argparse.Namespace, deadline: float) -> int:
+    """vLLM plain and speculating, on one GPU and on two; the exit status. Records what became of each."""
+    if importlib.util.find_spec("vllm") is None:
+        recorder.write("absent", what="vLLM", reason="it is not installed here")
+        progress("vLLM is not installed here: left out")
+        return 0
+    has_two = options.device == "auto" and torch.cuda.device_count() > 1
+    engines = [(gpus, limit) for gpus in ((1, 2) if has_two else (1,)) for limit in (None, options.num_draft_tokens)]
+    status = 0
+    for number, (num_gpus, num_draft_tokens) in enumerate(engines):
+        what = f"vLLM on {num_gpus} GPUs, {'plain' if num_draft_tokens is None else f'K = {num_draft_tokens}'}"
+        # An equal share of what is left: starting takes each of them most of its time.
+        seconds = (deadline - time.monotonic()) / (len(engines) - number)
+        if seconds <= 0:
+            recorder.write("left_out", what=what)
+            progress(f"left out, the time is up: {what}")
+            continue
+        out = recorder.path.with_name(f"{recorder.path.stem}-vllm.jsonl")
+        out.unlink(missing_ok=True)
+        ended = run_child(
+            _vllm_command(options, pair, out, num_gpus, num_draft_tokens, seconds),
+            seconds + _GRACE_SECONDS,
+            environment=vllm_environment(options.device),
+        )
+        for record in read_records(out):
+            if record["kind"] != "environment":
+                recorder.write(**record)
+        out.unlink(missing_ok=True)
+        if ended not in (0, EXIT_VOID):
+            reason = "stopped, the time was up" if ended is None else f"exit status {ended}"
+            recorder.write("failed", what=what, reason=reason)
+            progress(f"FAILED: {what}: {reason}")
+        status = max(status, EXIT_VOID if ended else 0)
+    return status
+
+
+def _vllm_command(
+    options: argparse.Namespace,
+    pair: PairDirectory,
+    out: Path,
+    num_gpus: int,
+    num_draft_tokens: int | None,
+    seconds: float,
+) -> list[str]:
+    command = [sys.executable, "-m", "benchmarks.peer_vllm", "--pair", str(pair.path), "--out", str(out)]
+    command += ["--tensor-parallel", str(num_gpus), "--output-tokens", str(options.batch_output_tokens)]
+    command += ["--batch-sizes", *map(str, options.batch_sizes), "--budget-seconds", f"{seconds:.0f}"]
+    return command if num_draft_tokens is None else [*command, "--num-draft-tokens", str(num_draft_tokens)]
+
+
+def vllm_environment(device: str) -> dict[str, str]:
+    """The environment of a child that shall see one GPU only, where the command line names one."""
+    kind, _, index = device.partition(":")
+    if kind != "cuda":
+        return dict(os.environ)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    chosen = visible.split(",")[int(index or 0)] if visible else index or "0"
+    return {**os.environ, "CUDA_VISIBLE_DEVICES": chosen}
+
+
 def _why_void(runs: Sequence[Generated], num_tokens: int, is_assisted: bool) -> str | None:
     if any(len(run.token_ids) != num_tokens for run in runs):
         return f"not all runs have {num_tokens} tokens"
@@ -167,7 +236,34 @@ def summary(records: Sequence[Record]) -> str:
         )
         for record in of_kind(records, "transformers")
     ]
-    return "\n".join(["transformers, batch 1", table(("T", "mode", "tokens/s", "tokens/step"), rows)])
+    lines = ["transformers, batch 1", table(("T", "mode", "tokens/s", "tokens/step"), rows)]
+    if runs := of_kind(records, "vllm"):
+        lines += ["", f"vLLM {runs[0]['version']}, waves as in serve", _vllm_table(runs)]
+        lines += [
+            f"VOID: vLLM, batch {run['batch_size']}, {_mode(run)}, {run['tensor_parallel']} GPUs: {run['void']}"
+            for run in runs
+            if run["void"]
+        ]
+    return "\n".join(lines)
+
+
+def _vllm_table(runs: Sequence[Record]) -> str:
+    rows = [
+        (
+            str(run["tensor_parallel"]),
+            str(run["batch_size"]),
+            f"{run['temperature']:g}",
+            _mode(run),
+            "VOID" if run["void"] else run["tokens_per_second"],
+            run["acceptance_length"],
+        )
+        for run in runs
+    ]
+    return table(("GPUs", "batch", "T", "mode", "tokens/s", "tokens/step"), rows)
+
+
+def _mode(run: Record) -> str:
+    return "plain" if run["num_draft_tokens"] is None else f"K = {run['num_draft_tokens']}"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -179,10 +275,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--num-draft-tokens", type=int, default=4, help="K (default %(default)s)")
     parser.add_argument("--output-tokens", type=int, default=128, help="a request (default %(default)s)")
     parser.add_argument("--prompts", type=int, default=2, help="requests of each kind (default %(default)s)")
-    parser.add_argument("--budget-seconds", type=float, default=60.0, help="begin nothing new after this")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32, 64], help="of vLLM")
+    parser.add_argument("--batch-output-tokens", type=int, default=256, help="of vLLM (default %(default)s)")
+    parser.add_argument("--budget-seconds", type=float, default=240.0, help="begin nothing new after this")
     parser.add_argument("--tiny", action="store_true", help="a tiny pair, for a CPU")
     if parser.parse_args(arguments).tiny:
-        parser.set_defaults(shape="tiny", output_tokens=32)
+        parser.set_defaults(shape="tiny", output_tokens=32, batch_sizes=[1, 3], batch_output_tokens=24)
     options = parser.parse_args(arguments)
     deadline = time.monotonic() + options.budget_seconds
     device = resolve_device(options.device)
@@ -197,6 +295,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         progress("loading both models with transformers")
         peer = TransformersPeer(pair, device, options.num_draft_tokens)
         status = _run(peer, recorder, prompts, options.output_tokens, deadline)
+        del peer
+        free_memory(device)
+        status = max(status, run_vllm(pair, recorder, options, deadline))
         print(f"\n{summary(recorder.records)}{remarks(recorder.records)}", flush=True)
         return status
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from benchmarks.checkouts import ROOT, describe
+
 EXIT_REFUSED = 3
 EXIT_VOID = 4
 
@@ -89,6 +91,8 @@ def remarks(records: Iterable[Record]) -> str:
             lines.append(f"FAILED: {record['what']}: {record['reason']}")
         elif record["kind"] == "left_out":
             lines.append(f"left out, the time was up: {record['what']}")
+        elif record["kind"] == "absent":
+            lines.append(f"left out: {record['what']}: {record['reason']}")
         elif record.get("graph_error"):
             lines.append(f"no graph: {record['kind']}, batch {record['batch_size']}: {record['graph_error']}")
     return "".join(f"\n{line}" for line in lines)
@@ -100,11 +104,12 @@ def environment(device: torch.device) -> Record:
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "python": platform.python_version(),
-        **{name: _version(name) for name in _PACKAGES},
+        **{name: version_of(name) for name in _PACKAGES},
         "cuda": torch.version.cuda if is_cuda else None,
         "device": torch.cuda.get_device_name(device) if is_cuda else platform.machine(),
         "cpu": _cpu(),
         "num_gpus": torch.cuda.device_count(),
+        "revision": describe(ROOT),
     }
 
 
@@ -148,7 +153,8 @@ def _cpu() -> str | None:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), None)
 
 
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """A package's version, None where it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
