@@ -49,7 +49,7 @@ class ArrivalsBenchmark:
         sender: Sender,
         recorder: Recorder,
         options: argparse.Namespace,
-        deadline: float,  # on time.monotonic's clock: nothing new is begun after it
+        deadline: float,  # on time.monotonic's clock: nothing is begun that would not be over by then
     ) -> None:
         self._cluster = cluster
         self._client = client
@@ -101,10 +101,10 @@ class ArrivalsBenchmark:
     async def _closed(self, traffic: Traffic, num_draft_tokens: int | None, concurrency: int, number: int) -> None:
         options = self._options
         what = f"closed loop, {concurrency} open, {mode_name(num_draft_tokens)}, {traffic.name}"
-        if self._is_late(what):
+        seconds = options.skip_seconds + options.closed_seconds
+        if self._is_late(what, seconds):
             return
         clock, start = CpuClock(self._cluster), time.perf_counter()
-        seconds = options.skip_seconds + options.closed_seconds
         run = await self._sender.closed_loop(
             traffic.requests(), num_draft_tokens, concurrency=concurrency, seconds=seconds
         )
@@ -131,9 +131,9 @@ class ArrivalsBenchmark:
     async def _open(self, traffic: Traffic, num_draft_tokens: int | None, rate: float, share: float | None) -> None:
         options = self._options
         what = f"open loop, {rate:.2f} requests/s, {mode_name(num_draft_tokens)}, {traffic.name}"
-        if self._is_late(what):
-            return
         seconds = options.skip_seconds + options.seconds
+        if self._is_late(what, seconds + options.drain_seconds):
+            return
         requests = list(zip(traffic.arrival_times(rate, seconds), traffic.requests(), strict=False))
         clock, start = CpuClock(self._cluster), time.perf_counter()
         run = await self._sender.open_loop(requests, num_draft_tokens, drain_seconds=options.drain_seconds)
@@ -162,8 +162,9 @@ class ArrivalsBenchmark:
             f"{record['num_finished']} of {record['num_offered']} finished"
         )
 
-    def _is_late(self, what: str) -> bool:
-        is_late = time.monotonic() > self._deadline
+    def _is_late(self, what: str, seconds: float) -> bool:
+        """Whether a run of so many seconds would not be over in time; recorded if so."""
+        is_late = time.monotonic() + seconds > self._deadline
         if is_late:
             self._recorder.write("left_out", what=what)
             progress(f"left out, the time is up: {what}")
@@ -281,7 +282,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--max-lag-ms", type=float, default=limits.lag_ms, help="of the generator, default %(default)s")
     parser.add_argument("--num-draft-tokens", type=int, default=4, help="K (default %(default)s)")
     parser.add_argument("--candidates", type=int, default=NUM_CANDIDATES, help="of a draft token (default %(default)s)")
-    parser.add_argument("--budget-seconds", type=float, default=300.0, help="begin nothing new after this")
+    parser.add_argument("--budget-seconds", type=float, default=300.0, help="begin nothing that takes longer than this")
     parser.add_argument("--verifier-flag", action="append", default=[], help="passed on, for example --draft-timeout=1")
     parser.add_argument("--drafter-flag", action="append", default=[], help="passed on")
     parser.add_argument("--tiny", action="store_true", help="a tiny pair and short runs, for a CPU")
@@ -296,7 +297,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             shape="tiny",
             concurrency=[2],
             shares=[0.5],
-            seconds=2.0,
+            seconds=5.0,
             closed_seconds=2.0,
             skip_seconds=0.5,
             prompt_tokens=(8, 64),

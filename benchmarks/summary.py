@@ -11,16 +11,17 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks import cycle, host, loading, peers, sampling, serve, steps
+from benchmarks import arrivals_tables, cycle, host, loading, peers, sampling, serve, steps
 from benchmarks.records import Record, of_kind, read_records, remarks
 
-_SUMMARIES: dict[str, Callable[[Sequence[Record]], str]] = {
+SUMMARIES: dict[str, Callable[[Sequence[Record]], str]] = {
     "loading": loading.summary,
     "steps": steps.summary,
     "sampling": sampling.summary,
     "host": host.summary,
     "serve": serve.summary,
     "cycle": cycle.summary,
+    "arrivals": arrivals_tables.summary,
     "peers": peers.summary,
 }
 
@@ -28,7 +29,7 @@ _SUMMARIES: dict[str, Callable[[Sequence[Record]], str]] = {
 def summarize(directory: Path) -> str:
     """Every part's table, or why it has none."""
     sections = [_pair(directory / "pair.json")]
-    for part, summary in _SUMMARIES.items():
+    for part, summary in SUMMARIES.items():
         records = read_records(directory / f"{part}.jsonl")
         refusals = of_kind(records, "refused")
         if not records:

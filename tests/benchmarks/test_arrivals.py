@@ -33,7 +33,7 @@ def test_tiny_run(pair: PairDirectory, tmp_path: Path, capsys: pytest.CaptureFix
     assert [(run["num_draft_tokens"], run["traffic"]) for run in opened] == loads
     assert all(run["concurrency"] == 2 and run["tokens_per_second"] > 0 for run in closed)
     # All get the same requests at the same moments, and all of these are answered.
-    num_arrivals = len(Traffic().arrival_times(3.0, 2.0))
+    num_arrivals = len(Traffic().arrival_times(3.0, 5.0))
     assert [run["num_finished"] for run in opened] == [num_arrivals] * 4
     assert [bool(run["num_special"]) for run in opened] == [True, False] * 2
     for run in opened:

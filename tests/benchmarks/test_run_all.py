@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib.util
 import json
 import sys
 from pathlib import Path
@@ -12,7 +14,7 @@ import torch
 from benchmarks import run_all
 from benchmarks.records import EXIT_REFUSED, EXIT_VOID, Recorder, read_records, table
 from benchmarks.run_all import PARTS, Part, run_part
-from benchmarks.summary import summarize
+from benchmarks.summary import SUMMARIES, summarize
 
 
 def test_one_part_and_the_summary(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -58,8 +60,25 @@ def test_what_became_of_a_part(code: str, outcome: str) -> None:
     )
 
 
-def test_the_parts_fit_into_ten_minutes() -> None:
-    assert sum(part.seconds for part in PARTS) <= 600
+def test_the_parts_fit_into_the_time_for_everything() -> None:
+    assert sum(part.seconds for part in PARTS) <= run_all.BUDGET_SECONDS
+
+
+def test_every_part_has_a_program_and_a_table_of_its_own() -> None:
+    assert set(SUMMARIES) == {part.name for part in PARTS} - {"pair"}
+    for part in PARTS:
+        assert importlib.util.find_spec(f"benchmarks.{part.name}") is not None
+
+
+def test_arrivals_are_short_unless_tiny(tmp_path: Path) -> None:
+    part = next(part for part in PARTS if part.name == "arrivals")
+    options = argparse.Namespace(out=tmp_path, device="auto", tiny=False)
+    command = run_all.command_of(part, options, tmp_path / "pair", 99.0)
+    assert "--shares" in command
+    assert command[command.index("--budget-seconds") + 1] == "99"
+    assert "--shares" not in run_all.command_of(
+        part, argparse.Namespace(**{**options.__dict__, "tiny": True}), tmp_path, 99
+    )
 
 
 @pytest.mark.parametrize(
