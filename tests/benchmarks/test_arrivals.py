@@ -72,9 +72,9 @@ def test_mixed_traffic_is_compared_round_by_round_and_not_with_void_runs(tmp_pat
 def test_capacity_is_that_of_the_target_alone_with_most_requests_open(tmp_path: Path) -> None:
     recorder, traffic = _recorder(tmp_path), Traffic()
     assert arrivals.capacity_of(recorder.records, traffic) is None
+    _closed(recorder, 900.0, "mixed", concurrency=64, num_draft_tokens=4)
     _closed(recorder, 100.0, "mixed")
     _closed(recorder, 500.0, "mixed", concurrency=64)
-    _closed(recorder, 900.0, "mixed", concurrency=64, num_draft_tokens=4)
     _closed(recorder, 700.0, "uniform", concurrency=64)
     _closed(recorder, 999.0, "mixed", concurrency=128, void="planted")
     assert arrivals.capacity_of(recorder.records, traffic) == pytest.approx(500 / traffic.mean_output_tokens())

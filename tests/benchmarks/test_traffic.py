@@ -194,6 +194,7 @@ def test_figures() -> None:
             _outcome(1.6, [(1.7, 1)], "unfinished"),
             _outcome(1.7, [], "refused"),
             _outcome(1.8, [], "INTERNAL"),
+            _outcome(2.0, [(2.1, 1)]),  # behind the window
         ],
         send_lags=[0.001, 0.002],
         loop_lags=[0.001],
