@@ -1,4 +1,4 @@
-"""report.py makes the same page of the same results, of one host and one revision, and hides nothing that is lacking."""
+"""report.py makes the same page of the same results, of one host and revision, and hides nothing that is missing."""
 
 from __future__ import annotations
 
