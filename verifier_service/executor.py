@@ -100,6 +100,7 @@ class TargetExecutor:
         """
         blocks = BlockManager(self._runner.num_blocks, self._runner.block_size)
         pool = SlotPool(self._max_rows)
+        self._next_warning = time.monotonic() + _WARNING_SECONDS  # what runs here without a graph is meant to
         for top_p, num_drafts in product((1.0, 0.5), (0, self._max_draft_tokens)):
             table = BlockTable()
             blocks.grow(table, 1 + num_drafts)
