@@ -1,42 +1,33 @@
-"""The gateway's connection to one verifier: handshake, the Decode stream, reconnecting, leaving."""
+"""The gateway's link to one verifier: the sequences that it has there, what it hears of it, leaving."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Iterable, Sequence
 
 import grpc
 
 from gateway.decoding import Decoding
 from gateway.discovery import Endpoint
 from gateway.served_model import ServedModel
-from outrider.protocol.errors import FailedPreconditionError, OutriderError, UnavailableError
+from outrider.protocol.errors import UnavailableError
 from outrider.service.instruments import Counter
 from outrider.service.security import Dial, dial_plaintext
-from outrider.service.serving import channel_options
-from outrider.service.wire_bytes import counted
+from outrider.service.stream_link import LinkTimings, StreamLink
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
 
 logger = logging.getLogger(__name__)
 
-_Message = TypeVar("_Message")
-
-FIRST_BACKOFF_SECONDS = 0.2
-LAST_BACKOFF_SECONDS = 2.0
-# A verifier that serves another model will do so until somebody changes it.
-REFUSED_BACKOFF_SECONDS = 30.0
-HANDSHAKE_SECONDS = 5.0
+TIMINGS = LinkTimings(handshake_seconds=5.0, refused_backoff_seconds=30.0, jitter=0.2)
 # Prompts of many sequences that open at once are spread over frames of about this size.
 FRAME_BYTES = 1 << 20
 # A verifier that refused a sequence is passed over for this long where another one is ready.
 SHUN_SECONDS = 1.0
 
 
-class VerifierLink:
+class VerifierLink(StreamLink[verifier_pb2.DecodeRequest, verifier_pb2.DecodeResponse]):
     """One verifier. All methods run on the event loop that `run` runs on.
 
     `accept` is asked with the verifier's model at each handshake and raises FailedPreconditionError to refuse it;
@@ -56,7 +47,15 @@ class VerifierLink:
         on_change: Callable[[], None],
         on_lost: Callable[[], None],
     ) -> None:
-        self.address = endpoint.address
+        super().__init__(
+            "verifier",
+            endpoint.address,
+            timings=TIMINGS,
+            max_message_bytes=max_message_bytes,
+            server_name=endpoint.server_name,
+            dial=dial,
+            wire_bytes=wire_bytes,
+        )
         # Set from the handshake until the connection breaks.
         self.model: ServedModel | None = None
         # Whether the stream is open, which the verifier's first frame says.
@@ -70,9 +69,6 @@ class VerifierLink:
         self.load = verifier_pb2.VerifierLoad()
         self._pool = _pool(drafters)
         self._has_new_pool = False
-        self._options = channel_options(max_message_bytes, server_name=endpoint.server_name)
-        self._dial = dial
-        self._wire_bytes = wire_bytes
         self._accept = accept
         self._on_change = on_change
         self._on_lost = on_lost
@@ -80,6 +76,7 @@ class VerifierLink:
         self._opens: dict[int, verifier_pb2.OpenDecoding] = {}
         self._closes: list[int] = []
         self._has_outgoing = asyncio.Event()
+        self._last_problem = ""
         self._shunned_until = 0.0
         self._is_over = asyncio.Event()
 
@@ -141,7 +138,7 @@ class VerifierLink:
 
     async def run(self) -> None:
         """Stay connected until cancelled, or until retired and idle."""
-        connected = asyncio.create_task(self._stay_connected())
+        connected = asyncio.create_task(super().run())
         over = asyncio.create_task(self._is_over.wait())
         try:
             await asyncio.wait({connected, over}, return_when=asyncio.FIRST_COMPLETED)
@@ -149,83 +146,49 @@ class VerifierLink:
             connected.cancel()
             over.cancel()
             await asyncio.gather(connected, over, return_exceptions=True)
+            self._lose("the gateway is stopping")
 
-    async def _stay_connected(self) -> None:
-        backoff, last_problem = FIRST_BACKOFF_SECONDS, ""
-        while True:
-            problem = "the gateway is stopping"
-            was_connected = False
-            try:
-                # A channel of its own each time: one that has lost its peer may sit out a backoff of its own, or wait
-                # many seconds for an answer to the packet that would have opened a connection. And a certificate may
-                # have been renewed.
-                async with self._dial(self.address, self._options) as channel:
-                    await self._connect(
-                        verifier_pb2_grpc.VerifierServiceStub(counted(channel, self._wire_bytes, "verifier"))
-                    )
-                problem = "the verifier ended the stream"
-            except FailedPreconditionError as error:
-                problem = error.message
-                backoff = REFUSED_BACKOFF_SECONDS
-            except (OutriderError, grpc.aio.AioRpcError) as error:
-                problem = _describe(error)
-            except Exception:
-                problem = "internal error, see the gateway's log"
-                logger.exception("the link to verifier %s failed", self.address)
-            finally:
-                was_connected = self.is_connected
-                self._lose(problem)
-            if was_connected:
-                logger.warning("lost verifier %s: %s", self.address, problem)
-                backoff = FIRST_BACKOFF_SECONDS
-                self._on_lost()
-            elif problem != last_problem:
-                # Once, and not with every attempt.
-                logger.warning("cannot connect to verifier %s: %s", self.address, problem)
-            last_problem = problem
-            # Gateways that lost the same verifier come back spread out.
-            await asyncio.sleep(backoff * random.uniform(0.8, 1.2))
-            backoff = min(2 * backoff, LAST_BACKOFF_SECONDS)
-
-    async def _connect(self, stub: verifier_pb2_grpc.VerifierServiceAsyncStub) -> None:
-        """Handshake, then serve the stream; returns when the verifier ends it, raises when it breaks."""
-        info = _parsed(await stub.GetInfo(verifier_pb2.VerifierServiceGetInfoRequest(), timeout=HANDSHAKE_SECONDS))
+    async def _shake_hands(
+        self, channel: grpc.aio.Channel
+    ) -> grpc.aio.StreamStreamMultiCallable[verifier_pb2.DecodeRequest, verifier_pb2.DecodeResponse]:
+        stub: verifier_pb2_grpc.VerifierServiceAsyncStub = verifier_pb2_grpc.VerifierServiceStub(channel)
+        request = verifier_pb2.VerifierServiceGetInfoRequest()
+        info = self._parsed(await stub.GetInfo(request, timeout=self._timings.handshake_seconds))
         model = ServedModel.from_info(info)
         self._accept(model)
         self.model = model
         self.load = info.load
         self.is_draining = info.is_draining
-        call = stub.Decode(None)
-        writer = reader = None
-        try:
-            # The pool goes first: a sequence may name a drafter only when the verifier knows it.
-            self._has_new_pool = False
-            await call.write(verifier_pb2.DecodeRequest(drafters=self._pool))
-            frames = aiter(call)
-            # It names the verifier's drafters: without it, the first sequences would seem to have none.
-            self._take(await _first(frames))
-            self.is_connected = True
-            logger.info("connected to verifier %s, model %s", self.address, model.name)
-            self._on_change()
-            writer = asyncio.create_task(self._write(call))
-            reader = asyncio.create_task(self._read(frames))
-            done, _ = await asyncio.wait({writer, reader}, return_when=asyncio.FIRST_COMPLETED)
-            # The reader knows the status of a broken stream, the writer only that it is broken.
-            await (reader if reader in done or await _ends_soon(reader) else writer)
-        finally:
-            call.cancel()
-            tasks = [task for task in (writer, reader) if task is not None]
-            for task in tasks:
-                task.cancel()
-            # Their ends are of no interest, but a cancellation of this task that comes meanwhile is.
-            await asyncio.gather(*tasks, return_exceptions=True)
+        return stub.Decode
 
-    async def _write(
-        self, call: grpc.aio.StreamStreamCall[verifier_pb2.DecodeRequest, verifier_pb2.DecodeResponse]
-    ) -> None:
-        while True:
-            await self._has_outgoing.wait()
-            await call.write(self._next_frame())
+    def _first_request(self) -> verifier_pb2.DecodeRequest:
+        # A sequence may name a drafter only when the verifier knows it.
+        self._has_new_pool = False
+        return verifier_pb2.DecodeRequest(drafters=self._pool)
+
+    def _enter(self, hello: verifier_pb2.DecodeResponse) -> None:
+        # It names the verifier's drafters: without it, the first sequences would seem to have none.
+        self._take(hello)
+        self._prove_itself()
+        self.is_connected = True
+        assert self.model is not None
+        logger.info("connected to verifier %s, model %s", self.address, self.model.name)
+        self._on_change()
+
+    def _leave(self, detail: str, *, is_refused: bool) -> None:
+        was_connected = self.is_connected
+        self._lose(detail)
+        if was_connected:
+            logger.warning("lost verifier %s: %s", self.address, detail)
+            self._on_lost()
+        elif detail != self._last_problem:
+            # Once, and not with every attempt.
+            logger.warning("cannot connect to verifier %s: %s", self.address, detail)
+        self._last_problem = detail
+
+    async def _next_request(self) -> verifier_pb2.DecodeRequest:
+        await self._has_outgoing.wait()
+        return self._next_frame()
 
     def _next_frame(self) -> verifier_pb2.DecodeRequest:
         frame = verifier_pb2.DecodeRequest(closes=self._closes)
@@ -242,10 +205,6 @@ class VerifierLink:
         if not self._opens:
             self._has_outgoing.clear()
         return frame
-
-    async def _read(self, frames: AsyncIterator[verifier_pb2.DecodeResponse]) -> None:
-        async for frame in frames:
-            self._take(_parsed(frame))
 
     def _take(self, frame: verifier_pb2.DecodeResponse) -> None:
         for update in frame.updates:
@@ -308,32 +267,3 @@ def _pool(drafters: Iterable[Endpoint]) -> verifier_pb2.DrafterPool:
         addresses=[drafter.address for drafter in drafters],
         server_names={drafter.address: drafter.server_name for drafter in drafters if drafter.server_name},
     )
-
-
-def _parsed(message: _Message | None) -> _Message:
-    # What gRPC hands out in place of a message that does not parse.
-    if message is None:
-        raise UnavailableError("the verifier sent bytes that are no message", retry_delay_seconds=1.0)
-    return message
-
-
-async def _first(frames: AsyncIterator[verifier_pb2.DecodeResponse]) -> verifier_pb2.DecodeResponse:
-    """The frame that opens the stream. Raises what the verifier refused the stream with, or UnavailableError."""
-    try:
-        async with asyncio.timeout(HANDSHAKE_SECONDS):
-            return _parsed(await anext(frames))
-    except StopAsyncIteration:
-        raise UnavailableError("the verifier ended the stream", retry_delay_seconds=1.0) from None
-    except TimeoutError:
-        raise UnavailableError("the verifier does not answer on its stream", retry_delay_seconds=1.0) from None
-
-
-async def _ends_soon(task: asyncio.Task[None]) -> bool:
-    done, _ = await asyncio.wait({task}, timeout=1.0)
-    return bool(done)
-
-
-def _describe(error: OutriderError | grpc.aio.AioRpcError) -> str:
-    if isinstance(error, OutriderError):
-        return error.message
-    return f"{error.code().name}: {error.details()}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 
 import grpc
 import pytest
@@ -224,7 +225,7 @@ async def test_verifier_with_another_model_is_refused(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(verifier_link, "REFUSED_BACKOFF_SECONDS", 0.1)
+    monkeypatch.setattr(verifier_link, "TIMINGS", replace(verifier_link.TIMINGS, refused_backoff_seconds=0.1))
     setattr(other_verifier.identity, field, "abc" if field == "tokenizer_fingerprint" else 999)
     other_verifier.identity.revision = "r2"
     address = other_verifier.address
@@ -295,7 +296,7 @@ async def test_a_verifier_without_a_first_frame_is_not_ready(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Catches sequences that go to a verifier which answers the handshake and then nothing."""
-    monkeypatch.setattr(verifier_link, "HANDSHAKE_SECONDS", 0.2)
+    monkeypatch.setattr(verifier_link, "TIMINGS", replace(verifier_link.TIMINGS, handshake_seconds=0.2))
     verifier.script = other_verifier.script = one_token
     verifier.is_mute = True
     async with running_gateway(verifier, other_verifier) as running:
