@@ -3,14 +3,12 @@
     with Client("localhost:50051") as client:
         print(client.generate("def main():", max_tokens=64, temperature=0).text)
 
-Both speak `outrider.v1.GenerationService`, send the current OpenTelemetry trace context along, retry a call that no
-message has come back for, and raise the errors of `outrider.errors`.
+Both speak `outrider.v1.GenerationService`, send the current OpenTelemetry trace context along, raise the errors of
+`outrider.errors`, and let gRPC retry a call that nothing has come back for.
 """
 
 from __future__ import annotations
 
-import asyncio
-import time
 from collections.abc import AsyncGenerator, Generator, Iterable
 from types import TracebackType
 from typing import Self, Unpack
@@ -50,7 +48,7 @@ from outrider.errors import (
     from_rpc_error,
 )
 from outrider.request import GenerateOptions, Verification, build_request
-from outrider.retry import Attempts, RetryPolicy
+from outrider.retry import RetryPolicy
 from outrider.v1 import generation_pb2, generation_pb2_grpc
 
 __all__ = [
@@ -103,13 +101,12 @@ class AsyncClient:
         Raises ValueError for a key that cannot be one, OSError for files that cannot be read.
         """
         self._authorization = authorization(api_key)
-        options = channel_options(tls)
+        options = channel_options(tls, retry or RetryPolicy())
         if tls is None:
             self._channel = grpc.aio.insecure_channel(address, options=options)
         else:
             self._channel = grpc.aio.secure_channel(address, tls.credentials(), options=options)
         self._stub = generation_pb2_grpc.GenerationServiceStub(self._channel)
-        self._retry = retry or RetryPolicy()
 
     async def generate(
         self,
@@ -135,40 +132,23 @@ class AsyncClient:
     ) -> AsyncGenerator[Event, None]:
         """The same as events while they come. Leaving the iterator early cancels the request. Raises ClientError."""
         request = build_request(prompt, token_ids, **options)
-        attempts = Attempts(self._retry, timeout)
-        while True:
-            call = self._stub.Generate(request, timeout=attempts.remaining_seconds, metadata=self._metadata())
-            has_answer = False
-            try:
-                async for response in call:
-                    has_answer = True
-                    if (event := event_from_proto(response)) is not None:
-                        yield event
-                return
-            except grpc.aio.AioRpcError as error:
-                failure = from_rpc_error(error)
-                delay = None if has_answer else attempts.delay_after(failure)
-                if delay is None:
-                    raise failure from error
-            finally:
-                call.cancel()
-            await asyncio.sleep(delay)
+        call = self._stub.Generate(request, timeout=timeout, metadata=self._metadata())
+        try:
+            async for response in call:
+                if (event := event_from_proto(response)) is not None:
+                    yield event
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
+        finally:
+            call.cancel()
 
     async def model(self, *, timeout: float | None = None) -> ModelInfo:  # noqa: ASYNC109
         """The served model and its pools. Raises ClientError."""
-        attempts = Attempts(self._retry, timeout)
-        while True:
-            try:
-                request = generation_pb2.GetModelRequest()
-                return model_from_proto(
-                    await self._stub.GetModel(request, timeout=attempts.remaining_seconds, metadata=self._metadata())
-                )
-            except grpc.aio.AioRpcError as error:
-                failure = from_rpc_error(error)
-                delay = attempts.delay_after(failure)
-                if delay is None:
-                    raise failure from error
-            await asyncio.sleep(delay)
+        request = generation_pb2.GetModelRequest()
+        try:
+            return model_from_proto(await self._stub.GetModel(request, timeout=timeout, metadata=self._metadata()))
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error) from error
 
     def _metadata(self) -> tuple[tuple[str, str], ...]:
         return _trace_metadata() + self._authorization
@@ -206,13 +186,12 @@ class Client:
         Raises ValueError for a key that cannot be one, OSError for files that cannot be read.
         """
         self._authorization = authorization(api_key)
-        options = channel_options(tls)
+        options = channel_options(tls, retry or RetryPolicy())
         if tls is None:
             self._channel = grpc.insecure_channel(address, options=options)
         else:
             self._channel = grpc.secure_channel(address, tls.credentials(), options=options)
         self._stub = generation_pb2_grpc.GenerationServiceStub(self._channel)
-        self._retry = retry or RetryPolicy()
 
     def generate(
         self,
@@ -238,40 +217,23 @@ class Client:
     ) -> Generator[Event, None, None]:
         """The same as events while they come. Leaving the iterator early cancels the request. Raises ClientError."""
         request = build_request(prompt, token_ids, **options)
-        attempts = Attempts(self._retry, timeout)
-        while True:
-            call = self._stub.Generate(request, timeout=attempts.remaining_seconds, metadata=self._metadata())
-            has_answer = False
-            try:
-                for response in call:
-                    has_answer = True
-                    if (event := event_from_proto(response)) is not None:
-                        yield event
-                return
-            except grpc.RpcError as error:
-                failure = from_rpc_error(error)
-                delay = None if has_answer else attempts.delay_after(failure)
-                if delay is None:
-                    raise failure from error
-            finally:
-                call.cancel()  # type: ignore[no-untyped-call]
-            time.sleep(delay)
+        call = self._stub.Generate(request, timeout=timeout, metadata=self._metadata())
+        try:
+            for response in call:
+                if (event := event_from_proto(response)) is not None:
+                    yield event
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
+        finally:
+            call.cancel()  # type: ignore[no-untyped-call]
 
     def model(self, *, timeout: float | None = None) -> ModelInfo:
         """The served model and its pools. Raises ClientError."""
-        attempts = Attempts(self._retry, timeout)
-        while True:
-            try:
-                request = generation_pb2.GetModelRequest()
-                return model_from_proto(
-                    self._stub.GetModel(request, timeout=attempts.remaining_seconds, metadata=self._metadata())
-                )
-            except grpc.RpcError as error:
-                failure = from_rpc_error(error)
-                delay = attempts.delay_after(failure)
-                if delay is None:
-                    raise failure from error
-            time.sleep(delay)
+        request = generation_pb2.GetModelRequest()
+        try:
+            return model_from_proto(self._stub.GetModel(request, timeout=timeout, metadata=self._metadata()))
+        except grpc.RpcError as error:
+            raise from_rpc_error(error) from error
 
     def _metadata(self) -> tuple[tuple[str, str], ...]:
         return _trace_metadata() + self._authorization

@@ -10,7 +10,12 @@ from pathlib import Path
 
 import grpc
 
+from outrider.retry import RetryPolicy
+
 API_KEY_VARIABLE = "OUTRIDER_API_KEY"
+
+# The largest message either way that a channel is ready for.
+MAX_MESSAGE_BYTES = 64 << 20
 
 _KEY = re.compile(r"[\x21-\x7e]+")
 # The keepalive finds out about a gateway that vanished without a word; servers of ours allow a ping every 15 s.
@@ -20,7 +25,7 @@ _OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.initial_reconnect_backoff_ms", 200),
     ("grpc.max_reconnect_backoff_ms", 2_000),
-    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
 )
 
 
@@ -46,12 +51,12 @@ class Tls:
         return grpc.ssl_channel_credentials(ca, key, certificate)
 
 
-def channel_options(tls: Tls | None) -> list[tuple[str, int | str]]:
+def channel_options(tls: Tls | None, retry: RetryPolicy) -> list[tuple[str, int | str]]:
     """gRPC's options for a channel to the gateway."""
-    if tls is None or not tls.server_name:
-        return list(_OPTIONS)
-    names = ("grpc.ssl_target_name_override", "grpc.default_authority")
-    return [*_OPTIONS, *((name, tls.server_name) for name in names)]
+    options = [*_OPTIONS, *retry.channel_options(MAX_MESSAGE_BYTES)]
+    if tls is not None and tls.server_name:
+        options += [("grpc.ssl_target_name_override", tls.server_name), ("grpc.default_authority", tls.server_name)]
+    return options
 
 
 def authorization(api_key: str | None, environment: Mapping[str, str] = os.environ) -> tuple[tuple[str, str], ...]:

@@ -1,43 +1,50 @@
-"""When a failed call may be made again, and after how long."""
+"""When a failed call is made again, and after how long: gRPC's own retries, as the service config has them."""
 
 from __future__ import annotations
 
-import random
-import time
+import json
 from dataclasses import dataclass
 
-from outrider.errors import ClientError, UnavailableError
+# gRPC itself makes no more.
+MAX_ATTEMPTS = 5
 
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """Exponential backoff with jitter. Only UNAVAILABLE is retried, and only before the first message."""
+    """Exponential back-off with gRPC's jitter. Only UNAVAILABLE is retried, and only before anything has come back.
+
+    A gateway that names a time (`grpc-retry-pushback-ms`) is asked again after that one. All attempts are under the
+    call's own deadline.
+    """
 
     max_attempts: int = 4
+    """In all, 1 to 5."""
     initial_delay_seconds: float = 0.1
     max_delay_seconds: float = 2.0
 
+    def __post_init__(self) -> None:
+        """Raises ValueError for what gRPC would refuse, or change in silence."""
+        if not 1 <= self.max_attempts <= MAX_ATTEMPTS:
+            raise ValueError(f"max_attempts: {self.max_attempts} is not between 1 and {MAX_ATTEMPTS}")
+        for name in ("initial_delay_seconds", "max_delay_seconds"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name}: {getattr(self, name)} is no time to wait")
 
-class Attempts:
-    """The attempts at one call, under one deadline for all of them."""
-
-    def __init__(self, policy: RetryPolicy, timeout: float | None) -> None:
-        self._policy = policy
-        self._deadline = None if timeout is None else time.monotonic() + timeout
-        self._num_failed = 0
-
-    @property
-    def remaining_seconds(self) -> float | None:
-        """Time until the deadline; None without one."""
-        return None if self._deadline is None else max(0.0, self._deadline - time.monotonic())
-
-    def delay_after(self, error: ClientError) -> float | None:
-        """Seconds to wait before the next attempt; None when the error is final."""
-        self._num_failed += 1
-        if not isinstance(error, UnavailableError) or self._num_failed >= self._policy.max_attempts:
-            return None
-        backoff = self._policy.initial_delay_seconds * 2 ** (self._num_failed - 1)
-        # The jitter spreads out clients that lost the same gateway at the same moment.
-        delay = min(self._policy.max_delay_seconds, max(backoff, error.retry_delay_seconds)) * random.uniform(0.8, 1.2)
-        remaining = self.remaining_seconds
-        return delay if remaining is None or delay < remaining else None
+    def channel_options(self, max_request_bytes: int) -> list[tuple[str, int | str]]:
+        """gRPC's options for a channel whose calls, of at most so many bytes, follow this policy."""
+        if self.max_attempts == 1:
+            return []
+        policy = {
+            "maxAttempts": self.max_attempts,
+            "initialBackoff": f"{self.initial_delay_seconds:.9f}s",
+            "maxBackoff": f"{self.max_delay_seconds:.9f}s",
+            "backoffMultiplier": 2,
+            "retryableStatusCodes": ["UNAVAILABLE"],
+        }
+        # A name without a service stands for all methods.
+        config = {"methodConfig": [{"name": [{}], "retryPolicy": policy}]}
+        return [
+            ("grpc.service_config", json.dumps(config)),
+            # gRPC keeps a request for its next attempt only up to this size, which would be 256 KiB.
+            ("grpc.per_rpc_retry_buffer_size", max_request_bytes),
+        ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import math
+import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, NoReturn
 
@@ -26,8 +28,8 @@ class _Unparseable:
 class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs alone
     """Turns exceptions of our handlers into statuses and refuses calls for which `gate` raises, given their context.
 
-    An OutriderError ends the call with its own status (with a RetryInfo where it names a delay), a message that does
-    not parse with INVALID_ARGUMENT, anything else with INTERNAL and a logged traceback.
+    An OutriderError ends the call with its own status (where it names a delay, with a RetryInfo and gRPC's pushback), a
+    message that does not parse with INVALID_ARGUMENT, anything else with INTERNAL and a logged traceback.
     """
 
     def __init__(self, gate: Callable[[Any], None]) -> None:
@@ -115,12 +117,18 @@ async def _parsed_stream(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
 
 async def _abort(context: Any, error: OutriderError) -> NoReturn:
     status = status_pb2.Status(code=code_number(error.code), message=error.message)
+    pushback: tuple[tuple[str, str], ...] = ()
     if error.retry_delay_seconds > 0:
         delay = duration_pb2.Duration()
         delay.FromNanoseconds(round(error.retry_delay_seconds * 1e9))
         status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
-    await context.abort_with_status(rpc_status.to_status(status))
-    raise AssertionError("abort_with_status always raises")
+        # The same for gRPC's own retries, which know no RetryInfo and wait exactly so long: the jitter spreads out
+        # clients that were refused at the same moment.
+        milliseconds = error.retry_delay_seconds * 1e3 * random.uniform(0.8, 1.2)
+        pushback = (("grpc-retry-pushback-ms", str(math.ceil(milliseconds))),)
+    details = rpc_status.to_status(status)
+    await context.abort(details.code, details.details, (*details.trailing_metadata, *pushback))
+    raise AssertionError("abort always raises")
 
 
 async def _abort_internal(context: Any) -> NoReturn:

@@ -44,9 +44,6 @@ class Verifier(verifier_pb2_grpc.VerifierServiceServicer):
     def __init__(self, fail: Fail) -> None:
         self._fail = fail
 
-    async def GetInfo(self, request: Any, context: Any) -> verifier_pb2.VerifierServiceGetInfoResponse:
-        raise NotImplementedError  # nobody asks
-
     async def Decode(self, requests: AsyncIterator[Any], context: Any) -> AsyncIterator[verifier_pb2.DecodeResponse]:
         async for _ in requests:
             self._fail()
@@ -105,18 +102,22 @@ async def test_our_errors_keep_their_status_and_message(error: OutriderError) ->
     async with channel_to(raising(error)) as (channel, generation):
         for found in await call_all(channel):
             assert (found.code(), found.details()) == (error.code, error.message)
-            status = rpc_status.from_call(found)  # type: ignore[arg-type]
-            assert status is None or not status.details
+            assert rpc_status.from_call(found) is None or not rpc_status.from_call(found).details
+            assert "grpc-retry-pushback-ms" not in dict(found.trailing_metadata())
         assert generation.num_cleaned_up == 1
 
 
-async def test_a_retry_delay_travels_as_retry_info() -> None:
+async def test_a_retry_delay_travels_as_retry_info_and_for_grpcs_own_retries() -> None:
     async with channel_to(raising(ResourceExhaustedError("full", retry_delay_seconds=1.25))) as (channel, _):
+        pushbacks = []
         for found in await call_all(channel):
-            (detail,) = rpc_status.from_call(found).details  # type: ignore[arg-type]
+            (detail,) = rpc_status.from_call(found).details
             info = error_details_pb2.RetryInfo()
             assert detail.Unpack(info)
             assert info.retry_delay.ToTimedelta().total_seconds() == 1.25
+            pushbacks.append(int(dict(found.trailing_metadata())["grpc-retry-pushback-ms"]))
+        assert all(1000 <= pushback <= 1501 for pushback in pushbacks)
+        assert len(set(pushbacks)) > 1, "clients that were refused at once would all come back at once"
 
 
 async def test_anything_else_is_a_bug_whose_text_stays_here(caplog: pytest.LogCaptureFixture) -> None:
@@ -137,12 +138,12 @@ async def test_bytes_that_are_no_message(method: str) -> None:
 
         async def call() -> None:
             if method.endswith("GetModel"):
-                await channel.unary_unary(path, None, None)(b"\xff\xff")
+                await channel.unary_unary(path)(b"\xff\xff")
             elif method.endswith("Generate"):
-                async for _ in channel.unary_stream(path, None, None)(b"\xff\xff"):
+                async for _ in channel.unary_stream(path)(b"\xff\xff"):
                     pass
             else:
-                async for _ in channel.stream_stream(path, None, None)(iter([b"", b"\xff\xff"])):
+                async for _ in channel.stream_stream(path)(iter([b"", b"\xff\xff"])):
                     pass
 
         with pytest.raises(grpc.aio.AioRpcError, match="not a message") as caught:
@@ -165,5 +166,5 @@ async def test_a_cancelled_stream_cleans_up_at_once() -> None:
         call = generation_pb2_grpc.GenerationServiceStub(channel).Generate(generation_pb2.GenerateRequest())
         await call.read()
         call.cancel()
-        await channel.close(None)
+        await channel.close()
     assert generation.num_cleaned_up == 1
