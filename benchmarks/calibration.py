@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from benchmarks.pair_weights import Pair
-from kernels.draft_sample import NUM_CANDIDATES
+from kernels.limits import NUM_CANDIDATES
 
-_CANDIDATES = (NUM_CANDIDATES, 2 * NUM_CANDIDATES, 4 * NUM_CANDIDATES)
+_CANDIDATES = (NUM_CANDIDATES // 2, NUM_CANDIDATES, 2 * NUM_CANDIDATES)
 _CHUNK_BYTES = 1 << 29  # of float32 logits at a time
 
 

@@ -27,14 +27,14 @@ from verifier_service.verify import Verified
 
 import verifier_service.engine
 from benchmarks import goals
-from benchmarks.cluster import NUM_CANDIDATES
 from benchmarks.records import Record, Recorder, of_kind, remarks, table
 from benchmarks.sequences import speculating_sequence
 from drafter_service.draft_graph import DraftGraph, DraftGraphs
-from drafter_service.engine import DrafterEngine, EngineOutput, FrameArrived, SessionOutput
+from drafter_service.engine import DrafterEngine, EngineOutput, FrameArrived, SessionOpened, SessionOutput
 from drafter_service.model_drafter import ModelDrafter
 from engine.block_manager import BlockManager
 from engine.static_tensors import StaticTensors
+from kernels.limits import NUM_CANDIDATES
 from outrider.v1 import drafter_pb2
 from verifier_service.decode_graph import DecodeGraph, DecodeGraphs
 from verifier_service.engine import VerifierEngine
@@ -182,6 +182,8 @@ class Loop:
         drafter._run = _prompts  # type: ignore[method-assign]
         target: Any = _Target(runner, num_candidates)
         self._drafter = DrafterEngine(drafter, max_sequences=batch_size)
+        self._limits = drafter.limits
+        self._drafter.handle(SessionOpened(1, self._limits))
         self._verifier = VerifierEngine(
             target, max_running=batch_size, max_waiting=batch_size, split_from=SPLIT_FROM, draft_timeout=60.0
         )
@@ -238,7 +240,7 @@ class Loop:
         with self._watch.stage("decode proposals"):
             frame = drafter_pb2.DraftResponse.FromString(data)
         with self._watch.stage("check proposals"):
-            drafts = parse_proposals(frame.proposals, _Runner.vocab_size)
+            drafts = parse_proposals(frame.proposals, _Runner.vocab_size, self._limits)
         self._inbox.append(ProposalsArrived(LINK, frame, drafts))
 
 

@@ -28,9 +28,10 @@ from verifier_service.verify import Verified
 import verifier_service.engine
 from benchmarks.sequences import speculating_sequence
 from drafter_service.drafter import Draft, Drafter
-from drafter_service.engine import DrafterEngine, DraftRecords, EngineOutput, FrameArrived
+from drafter_service.engine import DrafterEngine, DraftRecords, EngineOutput, FrameArrived, SessionOpened
 from drafter_service.sequence import DraftSequence
 from engine.block_manager import BlockManager
+from outrider.protocol.handshake import DraftLimits
 from outrider.service.telemetry import Telemetry, context_of
 from outrider.v1 import verifier_pb2
 from verifier_service.engine import VerifierEngine
@@ -47,6 +48,7 @@ OUTPUT_TOKENS = 512
 PROMPT_TOKENS = 128
 CYCLE_SECONDS = 0.020
 LINK = LinkKey("drafter:1", 1)
+LIMITS = DraftLimits(K, max_candidates=0)
 MODES = {"off": None, "1%": 0.01, "100%": 1.0}
 
 
@@ -126,6 +128,7 @@ class Pair:
         self._drafter = DrafterEngine(
             drafter, max_sequences=BATCH, is_tracing=self.telemetry.is_enabled, step_spans=step_spans
         )
+        self._drafter.handle(SessionOpened(1, LIMITS))
         self._verifier.load()
         self._verifier.handle(LinkUp(LINK, 0))
         self._num_open = 0
@@ -181,7 +184,7 @@ class Pair:
                 )
                 span.end(record.end_ns)
         else:
-            drafts = parse_proposals(output.frame.proposals, _Target.vocabulary_size)
+            drafts = parse_proposals(output.frame.proposals, _Target.vocabulary_size, LIMITS)
             self._verifier.handle(ProposalsArrived(LINK, output.frame, drafts))
 
 

@@ -104,6 +104,7 @@ class DraftGraph:
                 "first_tokens": TensorSpec((batch,), i32),
                 "more_tokens": TensorSpec((num_tokens - batch,), i32),
                 "capacities": TensorSpec((batch,), i32),
+                "max_candidates": TensorSpec((batch,), i32),
             },
             runner.device,
         )
@@ -205,6 +206,7 @@ class DraftGraph:
             top_p=rows.top_p if is_filtered else None,
             min_p=rows.min_p if is_filtered else None,
             num_candidates=self._num_candidates,
+            max_candidates=self._inputs.device["max_candidates"],
             # 16 bits hold every weight: one that took everything would be written as none at all.
             out=DraftSample(
                 outputs["token_ids"][index, all_rows],
@@ -230,3 +232,5 @@ class DraftGraph:
         capacities = np.array([len(row.blocks) for row in rows], np.int64) * block_size
         host["capacities"][:num_rows] = np.minimum(capacities, self._runner.max_length)
         host["capacities"][num_rows:] = 0
+        host["max_candidates"][:num_rows] = [row.max_candidates for row in rows]
+        host["max_candidates"][num_rows:] = 1

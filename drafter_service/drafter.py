@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from drafter_service.sequence import DraftSequence
+from outrider.protocol.handshake import DraftLimits
 from outrider.v1 import drafter_pb2
 
 if TYPE_CHECKING:
@@ -50,6 +51,10 @@ class Drafter(Protocol):
     tokenizer_fingerprint: str
     name: str
     revision: str
+
+    @property
+    def limits(self) -> DraftLimits:
+        """How large its drafts are at most, once loaded. A verifier may take less: each sequence says how much."""
 
     @property
     def device(self) -> torch.device | None:

@@ -12,8 +12,8 @@ from drafter_service.drafter import Draft, Drafter, NoDraft
 from drafter_service.metrics import DrafterMetrics
 from drafter_service.proposing import ANSWERED
 from drafter_service.sequence import DraftSequence
-from kernels.limits import MAX_DRAFT_TOKENS
 from outrider.protocol.errors import InvalidArgumentError
+from outrider.protocol.handshake import DraftLimits
 from outrider.protocol.sampling_parameters import SamplingParameters
 from outrider.protocol.wire import pack_candidates, pack_tokens, unpack_tokens
 from outrider.service.step_spans import SpanRecord, StepSpans
@@ -24,6 +24,14 @@ logger = logging.getLogger(__name__)
 
 # A device that fails this often in a row is taken for dead: the process ends, to be started anew.
 MAX_FAILURES_IN_A_ROW = 3
+
+
+@dataclass(frozen=True)
+class SessionOpened:
+    """A verifier's stream was accepted; its proposals are held to `limits`."""
+
+    session_id: int
+    limits: DraftLimits
 
 
 @dataclass(frozen=True)
@@ -56,11 +64,13 @@ class DraftRecords:
     records: Sequence[tuple[str, SpanRecord]]
 
 
+EngineEvent = SessionOpened | FrameArrived | SessionClosed
 EngineOutput = SessionOutput | DraftRecords
 
 
 @dataclass
 class _Session:
+    limits: DraftLimits
     sequences: dict[int, DraftSequence] = field(default_factory=dict)
     refusals: list[drafter_pb2.NoProposal] = field(default_factory=list)
 
@@ -102,15 +112,18 @@ class DrafterEngine:
         """Take no new sequences from now on; safe to call from any thread."""
         self._refuses_openings = True
 
-    def handle(self, event: FrameArrived | SessionClosed) -> None:
-        """Take in a frame, or the end of a stream."""
+    def handle(self, event: EngineEvent) -> None:
+        """Take in a frame, or the beginning or end of a stream."""
+        if isinstance(event, SessionOpened):
+            self._sessions[event.session_id] = _Session(event.limits)
+            return
         if isinstance(event, SessionClosed):
             session = self._sessions.pop(event.session_id, None)
             for sequence in session.sequences.values() if session else ():
                 self._end_trace(sequence)
                 self._drafter.release(sequence)
             return
-        session = self._sessions.setdefault(event.session_id, _Session())
+        session = self._sessions[event.session_id]
         for close in event.frame.closes:
             self._forget(session, close.sequence_id)
         for opening in event.frame.opens:
@@ -243,13 +256,13 @@ class DrafterEngine:
             )
             return
         try:
-            session.sequences[opening.sequence_id] = self._parse(opening)
+            session.sequences[opening.sequence_id] = self._parse(opening, session.limits)
         except InvalidArgumentError as error:
             self._drop(session, opening.sequence_id, error)
 
-    def _parse(self, opening: drafter_pb2.OpenSequence) -> DraftSequence:
-        if not 1 <= opening.max_draft_tokens <= MAX_DRAFT_TOKENS:
-            raise InvalidArgumentError("open.max_draft_tokens", f"must be from 1 to {MAX_DRAFT_TOKENS}")
+    def _parse(self, opening: drafter_pb2.OpenSequence, limits: DraftLimits) -> DraftSequence:
+        if not 1 <= opening.max_draft_tokens <= limits.max_draft_tokens:
+            raise InvalidArgumentError("open.max_draft_tokens", f"must be from 1 to {limits.max_draft_tokens}")
         token_ids = self._tokens("open.token_ids", opening.token_ids)
         if not 1 <= opening.num_prompt_tokens <= len(token_ids):
             raise InvalidArgumentError("open.num_prompt_tokens", f"must be from 1 to {len(token_ids)}")
@@ -263,6 +276,7 @@ class DrafterEngine:
             sampling=sampling,
             max_draft_tokens=opening.max_draft_tokens,
             wants_candidates=not sampling.is_greedy and opening.verification != common_pb2.VERIFICATION_GREEDY,
+            max_candidates=limits.max_candidates,
             traceparent=opening.traceparent,
             spans=StepSpans(f"draft {self._drafter.name}", f"drafts {self._drafter.name}", self._step_spans)
             if self._is_tracing and is_sampled(opening.traceparent)

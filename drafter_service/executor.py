@@ -43,7 +43,7 @@ class DraftExecutor:
         self._device = runner.device
         self._max_graph_rows = max_graph_rows
         self._max_draft_tokens = max_draft_tokens
-        self._num_candidates = num_candidates
+        self.num_candidates = num_candidates
         max_blocks = -(-runner.max_length // runner.block_size)
         self._slots = DeviceSlots(num_slots, max_blocks=max_blocks, vocab_size=runner.vocab_size, device=runner.device)
         self.graphs: DraftGraphs | None = None
@@ -55,7 +55,7 @@ class DraftExecutor:
             self._slots,
             max_rows=self._max_graph_rows,
             max_draft_tokens=self._max_draft_tokens,
-            num_candidates=self._num_candidates,
+            num_candidates=self.num_candidates,
         )
         if pool is not None:
             self.graphs.capture(pool)
@@ -89,7 +89,7 @@ class DraftExecutor:
         logits = self._runner.execute([SequenceSlice([0], 0, [0], 1)])
         for top_p, penalty in product((1.0, 0.5), (0.0, 1.0)):
             sampling = SamplingParameters(temperature=1.0, top_p=top_p, presence_penalty=penalty)
-            self._sample(logits, [_Growing(sampling, 0, TokenHistory([0]) if penalty else None)])
+            self._sample(logits, [_Growing(sampling, 0, 1, TokenHistory([0]) if penalty else None)])
 
     def _run_graph(self, indexes: Sequence[int], rows: Sequence[DraftRow]) -> Pass[Drafted]:
         assert self.graphs is not None
@@ -111,7 +111,10 @@ class DraftExecutor:
             ]
         )
         drafting = [row for row in rows if row.num_draft_tokens]
-        growing = {id(row): _Growing(row.sampling, row.start + len(row.token_ids), row.history) for row in drafting}
+        growing = {
+            id(row): _Growing(row.sampling, row.start + len(row.token_ids), row.max_candidates, row.history)
+            for row in drafting
+        }
         active = drafting
         while active:
             self._sample(logits, [growing[id(row)] for row in active])
@@ -145,7 +148,10 @@ class DraftExecutor:
             top_k=tensors.top_k,
             top_p=tensors.top_p,
             min_p=tensors.min_p,
-            num_candidates=self._num_candidates,
+            num_candidates=self.num_candidates,
+            max_candidates=torch.tensor(
+                [draft.max_candidates for draft in drafts], dtype=torch.int32, device=self._device
+            ),
             out=self._sample_of(len(drafts)),
         )
         token_ids = sample.token_ids.tolist()
@@ -160,7 +166,7 @@ class DraftExecutor:
         def new(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
             return torch.empty(shape, dtype=dtype, device=self._device)
 
-        shape = (batch_size, self._num_candidates)
+        shape = (batch_size, self.num_candidates)
         return DraftSample(new(shape[:1], torch.int32), new(shape, torch.int32), new(shape, torch.int16))
 
 
@@ -185,9 +191,12 @@ def _penalize(
 class _Growing:
     """The draft of one row while it grows."""
 
-    def __init__(self, sampling: SamplingParameters, position: int, history: TokenHistory | None) -> None:
+    def __init__(
+        self, sampling: SamplingParameters, position: int, max_candidates: int, history: TokenHistory | None
+    ) -> None:
         self.sampling = sampling
         self.position = position  # of the next token
+        self.max_candidates = max_candidates
         self.history = history
         self.token_ids: list[int] = []
         self._candidate_ids: list[npt.NDArray[np.int32]] = []

@@ -21,6 +21,7 @@ from engine.sampling_tensors import new_history
 from engine.slots import Slot, SlotPool
 from engine.step import Drafted, DraftRow
 from kernels.limits import MAX_DRAFT_TOKENS
+from outrider.protocol.handshake import DraftLimits
 from outrider.service.logs import about
 from outrider.v1 import drafter_pb2
 
@@ -95,6 +96,13 @@ class ModelDrafter:
             warn_of_late_compilation()
 
     @property
+    def limits(self) -> DraftLimits:
+        """Without graphs, as many draft tokens as anybody may ask for."""
+        graphs = self._executor.graphs
+        most = graphs.max_draft_tokens if graphs is not None else MAX_DRAFT_TOKENS
+        return DraftLimits(most, self._executor.num_candidates)
+
+    @property
     def device(self) -> torch.device:
         """Where the model is."""
         return self._runner.device
@@ -149,8 +157,6 @@ class ModelDrafter:
         self._round += 1
         budget, block_size = self._max_num_batched_tokens, self._blocks.block_size
         graphs = self._executor.graphs
-        # Longer proposals would be made without a graph, step by step, while everybody else's wait.
-        most = graphs.max_draft_tokens if graphs is not None else MAX_DRAFT_TOKENS
         num_places = graphs.max_rows if graphs is not None else len(wanting)
         # Those that miss little go first: a target waits for them, and a long prompt fills what they leave.
         for sequence in sorted(wanting, key=attrgetter("num_missing"))[:num_places]:
@@ -164,7 +170,7 @@ class ModelDrafter:
                 num_new, num_draft_tokens = min(missing - is_left, budget), 0
                 needed = sequence.num_computed + num_new
             else:
-                num_new, num_draft_tokens = missing, min(sequence.max_draft_tokens, most, self.max_length - length)
+                num_new, num_draft_tokens = missing, min(sequence.max_draft_tokens, self.max_length - length)
                 # The last draft token's key and value are computed only if it is accepted, by the next catch-up.
                 needed = length + num_draft_tokens - 1
             if needed > len(sequence.block_ids) * block_size and not self._make_room(sequence, needed):
@@ -207,6 +213,7 @@ def _row(sequence: DraftSequence, slot: Slot, num_new: int, num_draft_tokens: in
         start=start,
         token_ids=sequence.token_ids[start : start + num_new],
         num_draft_tokens=num_draft_tokens,
+        max_candidates=sequence.max_candidates,
         history=history,
     )
 
@@ -214,4 +221,6 @@ def _row(sequence: DraftSequence, slot: Slot, num_new: int, num_draft_tokens: in
 def _answer(sequence: DraftSequence, drafted: Drafted) -> Draft:
     if not sequence.wants_candidates:
         return Draft(sequence, drafted.token_ids)
-    return Draft(sequence, drafted.token_ids, drafted.candidate_ids, drafted.candidate_weights)
+    # What is cut has no weight.
+    kept = (slice(None), slice(sequence.max_candidates))
+    return Draft(sequence, drafted.token_ids, drafted.candidate_ids[kept], drafted.candidate_weights[kept])

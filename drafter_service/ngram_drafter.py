@@ -12,6 +12,8 @@ import numpy.typing as npt
 
 from drafter_service.drafter import Draft, NoDraft
 from drafter_service.sequence import DraftSequence
+from kernels.limits import MAX_DRAFT_TOKENS
+from outrider.protocol.handshake import DraftLimits
 from outrider.v1 import drafter_pb2
 
 
@@ -24,6 +26,7 @@ class NgramDrafter:
     vocabulary_size = 0
     max_length = 0
     tokenizer_fingerprint = ""
+    limits = DraftLimits(MAX_DRAFT_TOKENS, max_candidates=0)
     device = None
     num_kv_blocks = 0
     num_free_kv_blocks = 0

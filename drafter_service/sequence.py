@@ -8,6 +8,7 @@ from itertools import count
 from drafter_service.proposing import Proposing
 from engine.block_manager import BlockTable
 from outrider.protocol.sampling_parameters import SamplingParameters
+from outrider.protocol.wire import MAX_CANDIDATES
 from outrider.service.logs import Subject
 from outrider.service.step_spans import StepSpans
 
@@ -29,6 +30,8 @@ class DraftSequence:
     max_draft_tokens: int
     # Whether q must travel with the tokens: not where the verifier only compares with the target's most likely token.
     wants_candidates: bool
+    # Most candidates of a draft token that the verifier takes.
+    max_candidates: int = MAX_CANDIDATES
     traceparent: str = ""
     # None unless the request's trace is sampled.
     spans: StepSpans | None = None

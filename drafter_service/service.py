@@ -13,7 +13,15 @@ from typing import Any
 import grpc
 
 from drafter_service.drafter import Drafter
-from drafter_service.engine import DrafterEngine, DraftRecords, EngineOutput, FrameArrived, SessionClosed
+from drafter_service.engine import (
+    DrafterEngine,
+    DraftRecords,
+    EngineEvent,
+    EngineOutput,
+    FrameArrived,
+    SessionClosed,
+    SessionOpened,
+)
 from drafter_service.metrics import DrafterMetrics
 from engine.gpu_memory import gpu_memory
 from kernels.random import RANDOM_SCHEME
@@ -55,7 +63,7 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
             step_spans=step_spans,
             metrics=self._metrics,
         )
-        self._thread: EngineThread[FrameArrived | SessionClosed, EngineOutput] = EngineThread(
+        self._thread: EngineThread[EngineEvent, EngineOutput] = EngineThread(
             self._engine, self._deliver, self._on_engine_failure, "drafter-engine", busy_poll_seconds=busy_poll_seconds
         )
         self._session_ids = itertools.count(1)
@@ -112,11 +120,19 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
         if not first.HasField("identity"):
             raise InvalidArgumentError("identity", "must be set in the first frame of a stream")
         check_compatible(first.identity, self._identity())
+        limits = self._drafter.limits.with_offer(first.limits)
+        logger.info(
+            "drafting for %s: at most %d draft tokens a proposal, %d candidates a draft token",
+            first.identity.name or "a target",
+            limits.max_draft_tokens,
+            limits.max_candidates,
+        )
         session_id = next(self._session_ids)
         outbox: asyncio.Queue[drafter_pb2.DraftResponse | None] = asyncio.Queue()
         # Tells the verifier that it was accepted: only now will it send sequences.
-        outbox.put_nowait(drafter_pb2.DraftResponse())
+        outbox.put_nowait(drafter_pb2.DraftResponse(limits=limits.to_message()))
         self._outboxes[session_id] = outbox
+        self._thread.post(SessionOpened(session_id, limits))
         self._thread.post(FrameArrived(session_id, first))
         reader = asyncio.create_task(self._read(session_id, requests, outbox))
         try:

@@ -8,7 +8,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from kernels.limits import MAX_DRAFT_TOKENS
+from kernels.limits import MAX_DRAFT_TOKENS, NUM_CANDIDATES
 from outrider.protocol.wire import MAX_CANDIDATES
 from outrider.service.settings import ModelSettings
 
@@ -31,14 +31,18 @@ class DrafterSettings(ModelSettings):
     max_ngram: int = Field(default=4, ge=1, description="for kind=ngram: longest run of tokens to look up")
     max_sequences: int = Field(default=256, ge=1, description="most sequences open at once, of all verifiers")
     num_candidates: int = Field(
-        default=64, ge=1, le=MAX_CANDIDATES, description="candidates kept of the draft model's distribution, m"
+        default=NUM_CANDIDATES,
+        ge=1,
+        le=MAX_CANDIDATES,
+        description="candidates kept of the draft model's distribution, m; fewer for a verifier that takes fewer",
     )
 
     graph_draft_tokens: int = Field(
         default=4,
         ge=1,
         le=MAX_DRAFT_TOKENS,
-        description="draft tokens that CUDA graphs make in one go, and most of a proposal then; the verifiers' K",
+        description="draft tokens that CUDA graphs make in one go, and most of a proposal then, K; the lower of this "
+        "and the verifier's holds",
     )
     graph_max_sequences: int = Field(
         default=64, ge=1, description="most sequences that CUDA graphs draft for at once; more take several rounds"

@@ -13,12 +13,10 @@ import torch
 from kernels.arguments import check_logits, check_shaping, check_tensor
 from kernels.dispatch import runs_triton
 from kernels.integer_weights import exponential_weights, sanitized
-from kernels.limits import WEIGHT_TOTAL
+from kernels.limits import NUM_CANDIDATES, WEIGHT_TOTAL
 from kernels.random import Purpose, keyed_words
 from kernels.shape_logits import logit_thresholds
 
-NUM_CANDIDATES = 64
-"""Candidates of a draft token unless told otherwise."""
 MAX_CANDIDATES = 1024
 
 
@@ -42,9 +40,13 @@ def draft_sample(
     top_p: torch.Tensor | None = None,  # [batch] float32; 1: off
     min_p: torch.Tensor | None = None,  # [batch] float32; 0: off
     num_candidates: int = NUM_CANDIDATES,
+    max_candidates: torch.Tensor | None = None,  # [batch] int32, at least 1; None: num_candidates
     out: DraftSample | None = None,  # contiguous tensors to write to, weights in either type
 ) -> DraftSample:
     """Draw one token a sequence, with DRAFT noise, from the most likely num_candidates tokens, at most 1,024.
+
+    A sequence with a lower `max_candidates` gets what it would get if that were num_candidates, and has no weight
+    behind: unlike top-k, which keeps all ties at its edge, this bounds how many columns have any.
 
     The candidates' probabilities are rounded to integers that sum to 65,536 by largest remainders. Slots that the
     vocabulary cannot fill have id 0 and weight 0. At temperature 0, where no logit is finite and where one candidate
@@ -57,6 +59,8 @@ def draft_sample(
     check_shaping(batch_size, logits.device, temperature, top_k, top_p, min_p)
     check_tensor("seeds", seeds, (batch_size,), (torch.int64,), logits.device)
     check_tensor("positions", positions, (batch_size,), (torch.int64,), logits.device)
+    if max_candidates is not None:
+        check_tensor("max_candidates", max_candidates, (batch_size,), (torch.int32,), logits.device)
     if not 1 <= num_candidates <= MAX_CANDIDATES:
         raise ValueError(f"num_candidates is {num_candidates}, expected 1 to {MAX_CANDIDATES}")
     if out is None:
@@ -70,11 +74,11 @@ def draft_sample(
     if runs_triton(logits):
         from kernels.draft_sample_triton import launch_draft_sample
 
-        launch_draft_sample(out, logits, temperature, seeds, positions, (top_k, top_p, min_p))
+        launch_draft_sample(out, logits, temperature, seeds, positions, (top_k, top_p, min_p), max_candidates)
         return out
     thresholds = logit_thresholds(logits, temperature, top_k, top_p, min_p)
     token_ids, candidate_ids, weights = reference_draft_sample(
-        logits, thresholds, temperature, seeds, positions, num_candidates
+        logits, thresholds, temperature, seeds, positions, num_candidates, max_candidates
     )
     out.token_ids.copy_(token_ids)
     out.candidate_ids.copy_(candidate_ids)
@@ -99,6 +103,7 @@ def reference_draft_sample(
     seeds: torch.Tensor,  # [batch] int64
     positions: torch.Tensor,  # [batch] int64
     num_candidates: int,
+    max_candidates: torch.Tensor | None = None,  # [batch] int32
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # [batch] int32, [batch, m] int32, [batch, m] int32
     """Token ids, candidate ids and candidate weights, as `DraftSample` describes them."""
     values, ids = _most_likely(logits, min(num_candidates, logits.shape[1]))
@@ -106,6 +111,9 @@ def reference_draft_sample(
     if thresholds is not None:
         values = torch.where(values >= thresholds.unsqueeze(1), values, -torch.inf)
     weights = exponential_weights(values, maxima, torch.where(temperature > 0, temperature, 1.0)).long()
+    if max_candidates is not None:
+        slots = torch.arange(weights.shape[1], device=weights.device)
+        weights = torch.where(slots < max_candidates.unsqueeze(1), weights, 0)
     weights = _rounded(weights)
     # A token that takes everything is certain, which is written as no weight at all: 65,536 does not fit in 16 bits.
     is_random = (temperature > 0) & (maxima > -torch.inf) & (weights[:, 0] < WEIGHT_TOTAL)

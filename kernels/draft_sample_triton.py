@@ -87,6 +87,7 @@ def _draft_sample_kernel(
     logits_stride,
     group_maxima_ptr,  # [batch, num_groups] float32
     thresholds_ptr,  # [batch] float32, or None
+    max_candidates_ptr,  # [batch] int32, or None
     temperature_ptr,  # [batch] float32
     seeds_ptr,  # [batch] int64
     positions_ptr,  # [batch] int64
@@ -147,6 +148,8 @@ def _draft_sample_kernel(
     weights = exponential_weights(logits, maximum, tl.where(temperature > 0.0, temperature, 1.0))
     if thresholds_ptr is not None:
         weights = tl.where(logits >= tl.load(thresholds_ptr + row), weights, 0)
+    if max_candidates_ptr is not None:
+        weights = tl.where(slots < tl.load(max_candidates_ptr + row), weights, 0)
 
     # Largest remainders, in exact integers.
     total = tl.maximum(tl.sum(weights, axis=0), 1)
@@ -180,6 +183,7 @@ def launch_draft_sample(
     seeds: torch.Tensor,  # [batch] int64
     positions: torch.Tensor,  # [batch] int64
     filters: Filters,
+    max_candidates: torch.Tensor | None,  # [batch] int32
 ) -> None:
     """Fill `out`."""
     batch_size, vocab_size = logits.shape
@@ -198,6 +202,7 @@ def launch_draft_sample(
         logits.stride(0),
         statistics.group_maxima,
         thresholds,
+        None if max_candidates is None else max_candidates.contiguous(),
         temperature,
         seeds.contiguous(),
         positions.contiguous(),

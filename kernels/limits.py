@@ -4,3 +4,6 @@
 MAX_DRAFT_TOKENS = 32
 # q is sent in units of 1 / WEIGHT_TOTAL.
 WEIGHT_TOTAL = 1 << 16
+# Candidates of a draft token unless told otherwise: with half as many, rejections cost more than is saved; what twice
+# as many gain, drafting and checking them costs (docs/performance.md).
+NUM_CANDIDATES = 128

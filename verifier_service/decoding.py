@@ -24,7 +24,7 @@ class TargetLimits:
     vocabulary_size: int
     max_length: int
     eos_token_ids: frozenset[int]
-    max_draft_tokens: int  # K: what a request gets that names none, and the most that one gets
+    max_draft_tokens: int  # K: what a request gets that names none, and the most that one gets from its drafter
 
 
 def parse_opening(

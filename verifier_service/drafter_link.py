@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import grpc
 
-from outrider.protocol.handshake import check_compatible
+from outrider.protocol.handshake import DraftLimits, check_compatible
 from outrider.service.instruments import Counter
 from outrider.service.security import Dial, dial_plaintext
 from outrider.service.stream_link import LinkTimings, StreamLink
@@ -29,14 +29,16 @@ _incarnations = itertools.count(1)
 class DrafterLink(StreamLink[drafter_pb2.DraftRequest, drafter_pb2.DraftResponse]):
     """Keeps one stream open to the drafter at `address` for as long as it runs.
 
-    `server_name` is what the drafter's certificate must be for, where that is not the address's host. `post` hands
-    events to the engine; `on_change` is called whenever `status` has changed.
+    `limits` is what the verifier takes, of which the drafter may want less. `server_name` is what the drafter's
+    certificate must be for, where that is not the address's host. `post` hands events to the engine; `on_change` is
+    called whenever `status` has changed.
     """
 
     def __init__(
         self,
         address: str,
         identity: common_pb2.ModelIdentity,
+        limits: DraftLimits,
         *,
         server_name: str = "",
         max_message_bytes: int,
@@ -55,7 +57,10 @@ class DrafterLink(StreamLink[drafter_pb2.DraftRequest, drafter_pb2.DraftResponse
             wire_bytes=wire_bytes,
         )
         self.status = verifier_pb2.DrafterStatus(address=address, state=verifier_pb2.DRAFTER_STATE_CONNECTING)
+        # What holds on the connection in use.
+        self.limits = limits
         self._identity = identity
+        self._offer = limits
         self._post = post
         self._on_change = on_change
         self._incarnation = 0
@@ -111,15 +116,21 @@ class DrafterLink(StreamLink[drafter_pb2.DraftRequest, drafter_pb2.DraftResponse
         return stub.Draft
 
     def _first_request(self) -> drafter_pb2.DraftRequest:
-        return drafter_pb2.DraftRequest(identity=self._identity)
+        return drafter_pb2.DraftRequest(identity=self._identity, limits=self._offer.to_message())
 
     def _enter(self, hello: drafter_pb2.DraftResponse) -> None:
+        self.limits = limits = self._offer.with_answer(hello.limits)
         self._incarnation = next(_incarnations)
         self._outbox = asyncio.Queue()
         self.status = verifier_pb2.DrafterStatus(
             address=self.address, state=verifier_pb2.DRAFTER_STATE_READY, max_length=self._max_length
         )
-        logger.info("drafter %s is ready", self.address)
+        logger.info(
+            "drafter %s is ready: at most %d draft tokens a proposal, %d candidates a draft token",
+            self.address,
+            limits.max_draft_tokens,
+            limits.max_candidates,
+        )
         self._post(LinkUp(LinkKey(self.address, self._incarnation), self._max_length))
         self._on_change(self)
 
@@ -127,7 +138,7 @@ class DrafterLink(StreamLink[drafter_pb2.DraftRequest, drafter_pb2.DraftResponse
         return await self._outbox.get()
 
     def _take(self, frame: drafter_pb2.DraftResponse) -> None:
-        drafts = parse_proposals(frame.proposals, self._identity.vocabulary_size)
+        drafts = parse_proposals(frame.proposals, self._identity.vocabulary_size, self.limits)
         self._post(ProposalsArrived(LinkKey(self.address, self._incarnation), frame, drafts))
         # Only now: one that takes every stream and ends it is not to be dialled without a pause.
         self._prove_itself()

@@ -9,32 +9,38 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.draft_tokens import NO_DRAFT_TOKENS, DraftRows, DraftTokens
-from kernels.limits import MAX_DRAFT_TOKENS, WEIGHT_TOTAL
+from kernels.limits import WEIGHT_TOTAL
+from outrider.protocol.handshake import DraftLimits
 from outrider.protocol.wire import SIGNED_TOKEN, candidates_per_token, unpack_candidates, unpack_tokens
 from outrider.v1 import drafter_pb2
 from verifier_service.speculation import ProposalError
 
 
 def parse_proposals(
-    proposals: Sequence[drafter_pb2.Proposal], vocabulary_size: int
+    proposals: Sequence[drafter_pb2.Proposal], vocabulary_size: int, limits: DraftLimits
 ) -> list[DraftTokens | ProposalError]:
     """The draft tokens of a frame's proposals, or what is wrong with each.
 
     Wrong, with the field's name, is what would make verification wrong: ids outside the vocabulary, a q that does not
-    sum to 1, names a candidate twice or gives the draft token no weight.
+    sum to 1, names a candidate twice or gives the draft token no weight. So is what is larger than the `limits` that
+    were agreed upon: CUDA graphs have no room for it, and everybody in its step would do without one.
     """
     try:
         # All at once: one by one, the checks of a large batch would take as long as its forward pass.
-        return [*_parse(proposals, vocabulary_size)]
+        return [*_parse(proposals, vocabulary_size, limits)]
     except ProposalError as error:
         if len(proposals) == 1:
             return [error]
-    return [parsed for proposal in proposals for parsed in parse_proposals([proposal], vocabulary_size)]
+    return [parsed for proposal in proposals for parsed in parse_proposals([proposal], vocabulary_size, limits)]
 
 
-def _parse(proposals: Sequence[drafter_pb2.Proposal], vocabulary_size: int) -> list[DraftTokens]:
+def _parse(proposals: Sequence[drafter_pb2.Proposal], vocabulary_size: int, limits: DraftLimits) -> list[DraftTokens]:
     packed = [(proposal.token_ids, proposal.candidate_ids, proposal.candidate_weights) for proposal in proposals]
-    widths = [_num_candidates(len(tokens), len(ids), len(weights)) for tokens, ids, weights in packed]
+    most_tokens, most_candidates = limits.max_draft_tokens, limits.max_candidates
+    widths = [
+        _num_candidates(len(tokens), len(ids), len(weights), most_tokens, most_candidates)
+        for tokens, ids, weights in packed
+    ]
     parsed = [NO_DRAFT_TOKENS] * len(packed)
     for width in set(widths):
         indexes = [index for index, other in enumerate(widths) if other == width]
@@ -54,17 +60,22 @@ def _parse(proposals: Sequence[drafter_pb2.Proposal], vocabulary_size: int) -> l
 
 
 @lru_cache(maxsize=1024)  # the same few sizes come again and again
-def _num_candidates(num_token_bytes: int, num_id_bytes: int, num_weight_bytes: int) -> int:
+def _num_candidates(
+    num_token_bytes: int, num_id_bytes: int, num_weight_bytes: int, max_draft_tokens: int, max_candidates: int
+) -> int:
     """How many candidates each draft token has in a proposal whose fields are of these sizes."""
     num_tokens, remainder = divmod(num_token_bytes, SIGNED_TOKEN.itemsize)
     if remainder:
         raise ProposalError(f"token_ids: {num_token_bytes} bytes are no whole number of 4-byte token ids")
-    if not 1 <= num_tokens <= MAX_DRAFT_TOKENS:
-        raise ProposalError(f"token_ids: {num_tokens} draft tokens, must be 1 to {MAX_DRAFT_TOKENS}")
+    if not 1 <= num_tokens <= max_draft_tokens:
+        raise ProposalError(f"token_ids: {num_tokens} draft tokens, must be 1 to {max_draft_tokens}")
     try:
-        return candidates_per_token(num_id_bytes, num_weight_bytes, num_tokens)
+        num_candidates = candidates_per_token(num_id_bytes, num_weight_bytes, num_tokens)
     except ValueError as error:
         raise ProposalError(f"candidate_ids: {error}") from error
+    if num_candidates > max_candidates:
+        raise ProposalError(f"candidate_ids: {num_candidates} a draft token, at most {max_candidates} were agreed upon")
+    return num_candidates
 
 
 def _check(rows: DraftRows, vocabulary_size: int) -> None:

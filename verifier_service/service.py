@@ -10,6 +10,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -18,6 +19,7 @@ from engine.gpu_memory import gpu_memory
 from kernels.random import RANDOM_SCHEME
 from outrider.protocol.errors import OutriderError, UnavailableError, code_number
 from outrider.protocol.fingerprint import model_revision, tokenizer_fingerprint
+from outrider.protocol.handshake import DraftLimits
 from outrider.protocol.wire import PROTOCOL_VERSION
 from outrider.service.engine_thread import EngineThread
 from outrider.service.instruments import Labels
@@ -199,12 +201,16 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
             if self._is_draining:
                 raise UnavailableError("the verifier is draining", retry_delay_seconds=1.0)
             link = self._links.get(opening.drafter_address)
+            drafter = link.key_for_new if link else None
+            limits = self._limits
+            if link is not None and drafter is not None:
+                limits = replace(limits, max_draft_tokens=link.limits.max_draft_tokens)
             sequence = parse_opening(
                 opening,
-                limits=self._limits,
+                limits=limits,
                 session_id=session.session_id,
                 link_sequence_id=next(self._link_sequence_ids),
-                drafter=link.key_for_new if link else None,
+                drafter=drafter,
                 arrived_ns=arrived_ns,
             )
         except OutriderError as error:
@@ -234,6 +240,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
                 self._links[address] = DrafterLink(
                     address,
                     self._identity,
+                    DraftLimits(self._settings.max_draft_tokens, self._settings.num_candidates),
                     server_name=pool.server_names.get(address, ""),
                     max_message_bytes=self._settings.max_message_bytes,
                     dial=self._dial,

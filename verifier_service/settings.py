@@ -8,7 +8,7 @@ from typing import Self
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from kernels.limits import MAX_DRAFT_TOKENS
+from kernels.limits import MAX_DRAFT_TOKENS, NUM_CANDIDATES
 from outrider.protocol.wire import MAX_CANDIDATES
 from outrider.service.settings import ModelSettings
 
@@ -27,7 +27,10 @@ class VerifierSettings(ModelSettings):
         description="most draft tokens a step (K), whatever the request asks for; as many where it names none",
     )
     num_candidates: int = Field(
-        default=64, ge=1, le=MAX_CANDIDATES, description="candidates of a draft token that CUDA graphs have room for"
+        default=NUM_CANDIDATES,
+        ge=1,
+        le=MAX_CANDIDATES,
+        description="most candidates of a draft token that are taken, for which CUDA graphs have room",
     )
     max_running: int = Field(default=64, ge=1, description="most sequences decoded at once")
     max_waiting: int = Field(default=1024, ge=1, description="most sequences that may wait for a place")

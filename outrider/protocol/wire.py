@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 # Most candidates of one draft token: bounds what a peer can make us check.
 MAX_CANDIDATES = 1024
 

@@ -97,6 +97,8 @@ def main() -> None:
                 case.positions,
                 top_p=case.top_p,
                 num_candidates=num_candidates,
+                # As the services draft.
+                max_candidates=torch.ones_like(case.seeds, dtype=torch.int32),
             )
         random_words(case.seeds, case.positions, Purpose.BONUS)
     names = Counter(key.split()[0] for key in compiled)

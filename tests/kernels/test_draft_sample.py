@@ -206,9 +206,52 @@ def test_tokens_do_not_depend_on_the_batch(device: torch.device) -> None:
         assert torch.equal(alone.candidate_weights[0], together.candidate_weights[row])
 
 
+@pytest.mark.parametrize("vocab_size", [16, 1000])
+def test_a_sequence_of_fewer_candidates_is_sampled_from_them_alone(
+    triton_device: TritonDevice, vocab_size: int
+) -> None:
+    """Catches weight behind the limit, which would be lost on the wire, as top-k leaves where logits are equal."""
+    limits = [1, 2, 3, 5, 8, 15, 16, 40, 1024, 7, 7, 7]
+    arguments = inputs(len(limits), vocab_size, scale=1.0)
+    arguments["temperature"][8:10] = 0.9
+    # Coarse logits: there is a tie at nearly every limit, and one among all in the last row.
+    arguments["logits"] = (arguments["logits"] * 2).round() / 2
+    arguments["logits"][11] = 1.0
+    filters = {"top_p": torch.tensor([1.0] * 9 + [0.5, 1.0, 1.0])}
+    max_candidates = torch.tensor(limits, dtype=torch.int32)
+    with poisoned_memory():
+        expected = [
+            draft_sample(
+                **{name: value[row : row + 1] for name, value in (arguments | filters).items()},
+                num_candidates=min(limit, 40),
+            )
+            for row, limit in enumerate(limits)
+        ]
+        reference = draft_sample(**arguments, **filters, num_candidates=40, max_candidates=max_candidates)
+    with triton_device() as device:
+        moved = {name: value.to(device) for name, value in (arguments | filters).items()}
+        output = draft_sample(**moved, num_candidates=40, max_candidates=max_candidates.to(device))
+    assert_same(output, reference)
+    for row, (limit, alone) in enumerate(zip(limits, expected, strict=True)):
+        kept = min(limit, 40)
+        assert torch.equal(reference.token_ids[row], alone.token_ids[0])
+        assert torch.equal(reference.candidate_ids[row, :kept], alone.candidate_ids[0])
+        assert torch.equal(reference.candidate_weights[row, :kept], alone.candidate_weights[0])
+        assert not reference.candidate_weights[row, kept:].any()
+        if arguments["temperature"][row] > 0 and limit > 1:
+            assert int(reference.candidate_weights[row].sum()) == WEIGHT_TOTAL
+            is_drawn = reference.candidate_ids[row] == reference.token_ids[row]
+            assert bool((is_drawn & (reference.candidate_weights[row] > 0)).any())
+
+
 def test_arguments_are_checked() -> None:
     arguments = inputs(3, 16)
-    for name, value in {"temperature": torch.ones(2), "seeds": torch.zeros(3), "positions": torch.zeros(2)}.items():
+    for name, value in {
+        "temperature": torch.ones(2),
+        "seeds": torch.zeros(3),
+        "positions": torch.zeros(2),
+        "max_candidates": torch.ones(3),
+    }.items():
         with pytest.raises(ValueError, match=name):
             sample(arguments | {name: value})
     for num_candidates in (0, 1025):

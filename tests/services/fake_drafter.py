@@ -13,12 +13,15 @@ import grpc
 from drafter_service.proposing import ANSWERED
 from drafter_service.scripted_drafter import Script
 from drafter_service.sequence import DraftSequence
+from kernels.limits import MAX_DRAFT_TOKENS
 from kernels.random import RANDOM_SCHEME
 from outrider.protocol.errors import InvalidArgumentError
+from outrider.protocol.handshake import DraftLimits
 from outrider.protocol.sampling_parameters import SamplingParameters
-from outrider.protocol.wire import PROTOCOL_VERSION, pack_tokens, unpack_tokens
+from outrider.protocol.wire import MAX_CANDIDATES, PROTOCOL_VERSION, pack_tokens, unpack_tokens
 from outrider.v1 import common_pb2, drafter_pb2
 
+LIMITS = DraftLimits(MAX_DRAFT_TOKENS, MAX_CANDIDATES)
 # What goes on the wire: a frame, or bytes as they are.
 Wire = drafter_pb2.DraftResponse | bytes
 # Changes what is sent for one proposal; the sequence is as it was when it was made.
@@ -50,9 +53,14 @@ class FakeDrafter:
     # Sent instead of GetInfo's answer.
     info: Wire | bytes | None = None
     says_hello: bool = True
+    # Sent in the first frame; None: as a drafter should, with limits like these.
+    answer: drafter_pb2.DraftLimits | None = None
+    limits: DraftLimits = LIMITS
     address: str = ""
     num_streams: int = 0
     opened: list[int] = field(default_factory=list)
+    # Of each sequence that was opened, the most draft tokens that were asked for.
+    asked: list[int] = field(default_factory=list)
     closed: list[int] = field(default_factory=list)
 
     async def get_info(self, request: Any, context: Any) -> Any:
@@ -63,12 +71,15 @@ class FakeDrafter:
         sequences: dict[int, DraftSequence] = {}
         async for request in requests:
             if request.HasField("identity") and self.says_hello:
-                yield drafter_pb2.DraftResponse()
+                yield drafter_pb2.DraftResponse(
+                    limits=self.answer or self.limits.with_offer(request.limits).to_message()
+                )
             for close in request.closes:
                 self.closed.append(close.sequence_id)
                 sequences.pop(close.sequence_id, None)
             for opening in request.opens:
                 self.opened.append(opening.sequence_id)
+                self.asked.append(opening.max_draft_tokens)
                 sequences[opening.sequence_id] = self._sequence(opening)
             for verdict in request.verdicts:
                 sequence = sequences.get(verdict.sequence_id)

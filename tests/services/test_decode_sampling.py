@@ -186,9 +186,9 @@ def check_branches(results: Sequence[Result]) -> None:
 
 
 @asynccontextmanager
-async def sampling_client(target: Path, *drafters: str) -> AsyncIterator[DecodeClient]:
+async def sampling_client(target: Path, *drafters: str, **settings: Any) -> AsyncIterator[DecodeClient]:
     async with (
-        running_verifier(verifier_settings(target, max_running=256, max_waiting=4096)) as (verifier, _),
+        running_verifier(verifier_settings(target, max_running=256, max_waiting=4096, **settings)) as (verifier, _),
         decode_client(verifier.address) as client,
     ):
         await client.use_drafters(*drafters)
@@ -206,6 +206,21 @@ async def test_tokens_are_distributed_as_the_target_alone_would(narrow_pair: Pai
             results = await sample(client, drafter.address, case, first_seed=1_000_000 * number)
             check_branches(results)
             found |= p_values(results, target, case)
+    assert {name: p for name, p in found.items() if p < SIGNIFICANCE} == {}
+
+
+@pytest.mark.slow
+async def test_a_verifier_that_takes_fewer_candidates_changes_nothing(narrow_pair: Pair) -> None:
+    """Catches a q that is cut to the agreed candidates after its token was drawn."""
+    target, draft = narrow_pair
+    settings = drafter_settings(model=draft, max_sequences=4096)
+    async with (
+        running_drafter(settings) as drafter,
+        sampling_client(target, drafter.address, num_candidates=3) as client,
+    ):
+        results = await sample(client, drafter.address, WHOLE, first_seed=9_000_000)
+    check_branches(results)
+    found = p_values(results, target, WHOLE)
     assert {name: p for name, p in found.items() if p < SIGNIFICANCE} == {}
 
 

@@ -18,6 +18,8 @@ from drafter_service.model_drafter import ModelDrafter
 from drafter_service.sequence import DraftSequence
 from engine.cuda_graph import batch_buckets
 from engine.model_runner import ModelRunner
+from kernels.limits import MAX_DRAFT_TOKENS
+from outrider.protocol.handshake import DraftLimits
 from outrider.protocol.sampling_parameters import SamplingParameters
 from tests.service_device import SERVICE_DEVICE, graph_pool
 from tests.tiny_models import save_tiny_llama
@@ -95,6 +97,7 @@ def draft_sequences() -> list[DraftSequence]:
             sampling=sampling,
             max_draft_tokens=1 + index % 4,
             wants_candidates=not sampling.is_greedy,
+            max_candidates=(16, 16, 3, 5, 64)[index],
         )
         for index, sampling in enumerate(SAMPLING)
     ]
@@ -112,6 +115,7 @@ def test_a_graphed_round_drafts_what_an_eager_one_does(model: Path) -> None:
                 if draft.candidate_ids is None or draft.candidate_weights is None:
                     found.append((tokens, [], []))
                 else:
+                    assert draft.candidate_ids.shape[1] == min(16, draft.sequence.max_candidates)
                     # Candidates without weight are padding, and may be any.
                     has_weight = draft.candidate_weights > 0
                     found.append(
@@ -131,17 +135,10 @@ def test_a_graphed_round_drafts_what_an_eager_one_does(model: Path) -> None:
         assert three_rounds(loaded_drafter(model, graph_rows=graph_rows)) == eager
 
 
-def test_a_proposal_is_no_longer_than_graphs_make_it(model: Path) -> None:
+def test_verifiers_may_ask_for_what_graphs_make(model: Path) -> None:
     """Catches a request that is drafted without a graph, step by step, while everybody else waits."""
-
-    def lengths(drafter: ModelDrafter) -> list[int]:
-        sequences = draft_sequences()
-        for sequence in sequences:
-            sequence.max_draft_tokens = 6
-        return [len(draft.token_ids) for draft in all_drafts(drafter, sequences)]
-
-    assert set(lengths(loaded_drafter(model))) == {6}
-    assert lengths(loaded_drafter(model, graph_rows=8)) == [4] * len(SAMPLING)
+    assert loaded_drafter(model).limits == DraftLimits(MAX_DRAFT_TOKENS, 16)
+    assert loaded_drafter(model, graph_rows=8).limits == DraftLimits(4, 16)
 
 
 def test_a_graph_stays_within_learnt_positions(tmp_path: Path) -> None:

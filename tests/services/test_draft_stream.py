@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from kernels.random import RANDOM_SCHEME
+from outrider.protocol.handshake import DraftLimits
 from outrider.protocol.wire import PROTOCOL_VERSION, pack_tokens, unpack_candidates, unpack_tokens
 from outrider.v1 import common_pb2, drafter_pb2, drafter_pb2_grpc
 from tests.services.conftest import Pair
@@ -26,14 +27,11 @@ from tests.services.reference import greedy, prompts
 
 PROMPT = prompts(3)[2]
 Reason = drafter_pb2.NoProposalReason
+LIMITS = DraftLimits(max_draft_tokens=4, max_candidates=64)
 
 
 def target_identity(**fields: Any) -> common_pb2.ModelIdentity:
-    defaults: dict[str, Any] = {
-        "protocol_version": PROTOCOL_VERSION,
-        "random_scheme": RANDOM_SCHEME,
-        "vocabulary_size": 64,
-    }
+    defaults = {"protocol_version": PROTOCOL_VERSION, "random_scheme": RANDOM_SCHEME, "vocabulary_size": 64}
     return common_pb2.ModelIdentity(**(defaults | fields))
 
 
@@ -41,7 +39,7 @@ class VerifierEnd:
     """A Draft stream in the hands of a test."""
 
     def __init__(self, stub: drafter_pb2_grpc.DrafterServiceAsyncStub) -> None:
-        self._call = stub.Draft(None)
+        self._call = stub.Draft()
 
     async def send(self, **fields: Any) -> None:
         await self._call.write(drafter_pb2.DraftRequest(**fields))
@@ -73,18 +71,26 @@ class VerifierEnd:
 
 
 @asynccontextmanager
-async def verifier_end(address: str, identity: common_pb2.ModelIdentity | None = None) -> AsyncIterator[VerifierEnd]:
-    """A stream that the drafter has accepted."""
+async def verifier_end(
+    address: str,
+    identity: common_pb2.ModelIdentity | None = None,
+    *,
+    limits: DraftLimits = LIMITS,
+    agreed: DraftLimits | None = None,
+) -> AsyncIterator[VerifierEnd]:
+    """A stream that the drafter has accepted, with limits that it has `agreed` to."""
     async with grpc.aio.insecure_channel(address) as channel:
         end = VerifierEnd(drafter_pb2_grpc.DrafterServiceStub(channel))
-        await end.send(identity=identity or target_identity())
-        assert await end.frame() == drafter_pb2.DraftResponse()
+        await end.send(identity=identity or target_identity(), limits=limits.to_message())
+        hello = await end.frame()
+        assert hello == drafter_pb2.DraftResponse(limits=hello.limits)
+        assert agreed is None or hello.limits == agreed.to_message()
         yield end
         end.cancel()
 
 
 def opening(sequence_id: int = 1, tokens: list[int] = PROMPT, **fields: Any) -> drafter_pb2.OpenSequence:
-    defaults: dict[str, Any] = {
+    defaults = {
         "token_ids": pack_tokens(tokens),
         "num_prompt_tokens": len(tokens),
         "sampling": common_pb2.SamplingParameters(temperature=0.0, seed=1),
@@ -142,6 +148,65 @@ async def test_the_distribution_that_was_sampled_from_travels_with_the_tokens(pa
         assert ((ids == tokens[:, None]) & (weights > 0)).any(axis=1).all()
         await verifier.send(opens=[opening(2, sampling=sampling, verification=common_pb2.VERIFICATION_GREEDY)])
         assert (await verifier.proposal()).candidate_ids == b"", "nobody would look at them"
+
+
+@pytest.mark.parametrize("most", [1, 3, 8, 9, 20])
+async def test_a_verifier_that_takes_fewer_candidates_gets_a_q_of_fewer(pair: Pair, most: int) -> None:
+    """Catches a q that is cut when the token is drawn already, which would bias what the target makes of it.
+
+    It is the very q, and are the very tokens, of a drafter that keeps no more by itself.
+    """
+    _, draft = pair
+    sampling = common_pb2.SamplingParameters(temperature=1.5, seed=3)
+    proposals = []
+    for num_candidates, max_candidates in ((9, most), (min(9, most), 64)):
+        settings = drafter_settings(model=draft, num_candidates=num_candidates)
+        agreed = DraftLimits(4, min(9, most))
+        async with (
+            running_drafter(settings) as drafter,
+            verifier_end(drafter.address, limits=DraftLimits(4, max_candidates), agreed=agreed) as verifier,
+        ):
+            await verifier.send(opens=[opening(sampling=sampling)])
+            proposals.append(await verifier.proposal())
+    assert proposals[0] == proposals[1]
+    tokens = np.array(unpack_tokens(proposals[0].token_ids))
+    ids, weights = unpack_candidates(proposals[0].candidate_ids, proposals[0].candidate_weights, 4)
+    assert ids.shape == weights.shape == (4, min(9, most))
+    # Of a single candidate, each token is certain: all weights are zero.
+    assert weights.sum(axis=1).tolist() == [0 if most == 1 else 1 << 16] * 4
+    assert ((ids == tokens[:, None]) & ((weights > 0) | (most == 1))).any(axis=1).all()
+
+
+async def test_verifiers_of_different_limits_share_a_drafter(pair: Pair) -> None:
+    """Catches limits of one stream that are taken for another's, whose sequences are drafted in the same round."""
+    _, draft = pair
+    sampling = common_pb2.SamplingParameters(temperature=1.0, seed=3)
+    wide, narrow = DraftLimits(4, 64), DraftLimits(2, 3)
+    async with (
+        running_drafter(drafter_settings(model=draft, num_candidates=9)) as drafter,
+        verifier_end(drafter.address, limits=wide, agreed=DraftLimits(4, 9)) as one,
+        verifier_end(drafter.address, limits=narrow, agreed=narrow) as other,
+    ):
+        await one.send(opens=[opening(sampling=sampling)])
+        await other.send(opens=[opening(sampling=sampling, max_draft_tokens=2)])
+        for end, limits in ((one, DraftLimits(4, 9)), (other, narrow)):
+            proposal = await end.proposal()
+            assert len(unpack_tokens(proposal.token_ids)) == limits.max_draft_tokens
+            num_tokens = limits.max_draft_tokens
+            ids, _ = unpack_candidates(proposal.candidate_ids, proposal.candidate_weights, num_tokens)
+            assert ids.shape[1] == limits.max_candidates
+        await other.send(opens=[opening(2, max_draft_tokens=3)])
+        refusal = await other.refusal()
+        assert (refusal.sequence_id, refusal.detail) == (2, "open.max_draft_tokens: must be from 1 to 2")
+
+
+async def test_a_drafter_without_a_model_sends_no_candidates() -> None:
+    async with (
+        scripted_drafter(lambda tokens, count: [7] * count) as drafter,
+        verifier_end(drafter.address, limits=DraftLimits(3, 64), agreed=DraftLimits(3, 0)) as verifier,
+    ):
+        await verifier.send(opens=[opening(max_draft_tokens=3)])
+        assert unpack_tokens((await verifier.proposal()).token_ids) == [7, 7, 7]
 
 
 BAD: list[tuple[str, dict[str, Any]]] = [
@@ -203,7 +268,14 @@ async def test_the_first_frame_must_fit(pair: Pair) -> None:
         grpc.aio.insecure_channel(drafter.address) as channel,
     ):
         stub = drafter_pb2_grpc.DrafterServiceStub(channel)
+        right = {"identity": target_identity(revision="this one")}
         for fields, code, problem in (
+            (right, grpc.StatusCode.INVALID_ARGUMENT, "limits.max_draft_tokens"),
+            (
+                right | {"limits": DraftLimits(4, 0).to_message()},
+                grpc.StatusCode.INVALID_ARGUMENT,
+                "limits.max_candidates",
+            ),
             ({}, grpc.StatusCode.INVALID_ARGUMENT, "identity"),
             ({"identity": target_identity(revision="x")}, grpc.StatusCode.FAILED_PRECONDITION, "revision"),
             (
@@ -227,8 +299,10 @@ async def test_a_frame_that_does_not_parse_ends_its_stream_only(pair: Pair) -> N
     async with running_drafter(drafter_settings(model=draft)) as drafter, verifier_end(drafter.address) as verifier:
         await verifier.send(opens=[opening()])
         async with grpc.aio.insecure_channel(drafter.address) as channel:
-            first = drafter_pb2.DraftRequest(identity=target_identity(), opens=[opening()]).SerializeToString()
-            call = channel.stream_stream("/outrider.v1.DrafterService/Draft", None, None)(iter([first, b"\xff\xff"]))
+            first = drafter_pb2.DraftRequest(
+                identity=target_identity(), limits=LIMITS.to_message(), opens=[opening()]
+            ).SerializeToString()
+            call = channel.stream_stream("/outrider.v1.DrafterService/Draft")(iter([first, b"\xff\xff"]))
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 async for _ in call:
                     pass

@@ -15,6 +15,7 @@ import grpc
 import pytest
 
 from kernels.random import RANDOM_SCHEME
+from outrider.protocol.handshake import DraftLimits
 from outrider.protocol.wire import PROTOCOL_VERSION, pack_tokens, unpack_tokens
 from outrider.v1 import common_pb2, drafter_pb2, verifier_pb2
 from tests.fuzz import Fuzzer
@@ -162,7 +163,9 @@ def opening(sequence_id: int, drafter: str = "", **fields: Any) -> Open:
 def hello(**fields: Any) -> drafter_pb2.DraftRequest:
     """A verifier's first frame."""
     defaults = {"protocol_version": PROTOCOL_VERSION, "random_scheme": RANDOM_SCHEME, "vocabulary_size": VOCABULARY}
-    return drafter_pb2.DraftRequest(identity=common_pb2.ModelIdentity(**{**defaults, **fields}))
+    return drafter_pb2.DraftRequest(
+        identity=common_pb2.ModelIdentity(**{**defaults, **fields}), limits=DraftLimits(4, 64).to_message()
+    )
 
 
 def draft_opening(sequence_id: int, **fields: Any) -> drafter_pb2.OpenSequence:

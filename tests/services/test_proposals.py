@@ -10,12 +10,14 @@ import pytest
 
 from engine.draft_tokens import NO_DRAFT_TOKENS, DraftRows, DraftTokens, concatenate, copy_rows
 from kernels.limits import MAX_DRAFT_TOKENS
+from outrider.protocol.handshake import DraftLimits
 from outrider.protocol.wire import MAX_CANDIDATES, pack_tokens
 from outrider.v1 import drafter_pb2
 from verifier_service.proposals import parse_proposals
 from verifier_service.speculation import ProposalError
 
 VOCABULARY = 100
+LIMITS = DraftLimits(MAX_DRAFT_TOKENS, MAX_CANDIDATES)
 
 
 def proposal(
@@ -66,12 +68,32 @@ Q = [[65000, 536]]
 def test_what_would_make_verification_wrong_is_refused(bad: Callable[[], drafter_pb2.Proposal], field: str) -> None:
     """Catches a q that is no distribution: the target's output would be biased without anybody noticing."""
     fine = proposal([7], ids=[[7, 8]], weights=Q)
-    first, found, last = parse_proposals([fine, bad(), proposal([9])], VOCABULARY)
+    first, found, last = parse_proposals([fine, bad(), proposal([9])], VOCABULARY, LIMITS)
     assert isinstance(found, ProposalError)
     assert field in str(found)
     # It costs nobody else anything.
     assert isinstance(first, DraftTokens)
     assert isinstance(last, DraftTokens)
+
+
+@pytest.mark.parametrize(
+    ("limits", "field", "bound"),
+    [
+        (DraftLimits(1, 2), "token_ids", "1 to 1"),
+        (DraftLimits(2, 1), "candidate_ids", "at most 1"),
+        (DraftLimits(2, 0), "candidate_ids", "at most 0"),
+    ],
+)
+def test_what_is_larger_than_agreed_is_refused(limits: DraftLimits, field: str, bound: str) -> None:
+    """Catches a proposal that CUDA graphs have no room for, and that everybody in its step would pay for."""
+    large = proposal([4, 4], ids=[[4, 5]] * 2, weights=[Q[0]] * 2)
+    (fits,) = parse_proposals([large], VOCABULARY, DraftLimits(2, 2))
+    assert isinstance(fits, DraftTokens)
+    small, found = parse_proposals([proposal([9]), large], VOCABULARY, limits)
+    assert isinstance(small, DraftTokens)
+    assert isinstance(found, ProposalError)
+    assert str(found).startswith(f"{field}: ")
+    assert bound in str(found)
 
 
 def is_fine(token: int, ids: Sequence[int], weights: Sequence[int]) -> bool:
@@ -107,7 +129,7 @@ def test_all_proposals_at_once_are_judged_as_each_alone() -> None:
             tokens, all_ids, all_weights = zip(*rows, strict=True)
             frame.append(proposal(tokens, ids=all_ids, weights=all_weights))
             expected.append(all(is_fine(*row) for row in rows))
-        found = [isinstance(draft, DraftTokens) for draft in parse_proposals(frame, VOCABULARY)]
+        found = [isinstance(draft, DraftTokens) for draft in parse_proposals(frame, VOCABULARY, LIMITS)]
         assert found == expected
         verdicts += found
     assert 200 < sum(verdicts) < len(verdicts) - 200
@@ -116,7 +138,7 @@ def test_all_proposals_at_once_are_judged_as_each_alone() -> None:
 def test_what_is_unusual_but_right_is_taken() -> None:
     """A certain row beside a sparse one, padding that repeats an id or names none, the least possible weight."""
     unusual = proposal([4, 6], ids=[[4, 5, 5, 999], [6, 6, 6, 6]], weights=[[1, 65535, 0, 0], [0, 0, 0, 0]])
-    (draft,) = parse_proposals([unusual], VOCABULARY)
+    (draft,) = parse_proposals([unusual], VOCABULARY, LIMITS)
     assert isinstance(draft, DraftTokens)
     assert draft.token_ids == [4, 6]
     assert draft.candidate_weights.tolist() == [[1, 65535, 0, 0], [0, 0, 0, 0]]
@@ -141,7 +163,7 @@ def test_draft_tokens_are_put_together_in_any_order(order: list[int]) -> None:
         [proposal(ids, ids=[[i, 50 + i] for i in ids], weights=[[65536 - i, i] for i in ids]) for ids in tokens[:3]],
         [proposal(tokens[3], ids=[[i] for i in tokens[3]], weights=[[0] for _ in tokens[3]]), proposal(tokens[4])],
     ]
-    parsed = [draft for frame in frames for draft in parse_proposals(frame, VOCABULARY)]
+    parsed = [draft for frame in frames for draft in parse_proposals(frame, VOCABULARY, LIMITS)]
     drafts = []
     for index in order:
         draft = parsed[index]
