@@ -22,6 +22,10 @@ class GatewaySettings(ServiceSettings):
     http_listen: str | None = Field(
         default=None, description="host:port to serve HTTP on, with an OpenAI-compatible API; unset: no HTTP"
     )
+    strict_requests: bool = Field(
+        default=False,
+        description="refuse HTTP requests with fields that nobody knows, in place of ignoring those and saying so",
+    )
     http_max_body_bytes: int = Field(default=8 << 20, ge=1 << 10, description="largest body of an HTTP request, bytes")
     api_keys: Path | None = Field(
         default=None,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
 from gateway.http.common_request import CommonRequest, RequestModel, UInt32
+from gateway.http.unsupported import CHAT, refuse
 from outrider.protocol.errors import InvalidArgumentError
 from outrider.v1 import generation_pb2
 
@@ -58,35 +60,15 @@ class ChatRequest(CommonRequest):
     # A hint for speed.
     prediction: Any = None
     parallel_tool_calls: bool | None = None
-    # Not to be had.
-    tools: list[Any] | None = None
-    tool_choice: Any = None
-    functions: list[Any] | None = None
-    function_call: Any = None
-    response_format: Any = None
-    modalities: list[str] | None = None
-    audio: Any = None
-    reasoning_effort: Any = None
-    verbosity: Any = None
-    web_search_options: Any = None
+
+    @property
+    def unsupported(self) -> Mapping[str, tuple[Any, ...]]:
+        return {**CHAT, "best_of": (None, self.num_choices)}
 
     def check(self) -> None:
         """Raise InvalidArgumentError for what fits no field alone, or is not supported."""
         self.check_stream_options()
-        self.refuse(
-            {
-                "tools": (None, []),
-                "tool_choice": (None, "none", "auto"),
-                "functions": (None, []),
-                "function_call": (None, "none", "auto"),
-                "response_format": (None, {"type": "text"}),
-                "modalities": (None, ["text"]),
-                "audio": (None,),
-                "reasoning_effort": (None,),
-                "verbosity": (None,),
-                "web_search_options": (None,),
-            }
-        )
+        refuse(self.extra, self.unsupported)
         for index, message in enumerate(self.messages):
             if message.content is None and message.role != "assistant":
                 raise InvalidArgumentError(f"messages[{index}].content", "must be there")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
@@ -30,9 +30,28 @@ def listed(value: Any) -> Any:
 
 
 class RequestModel(BaseModel):
-    """Types as they are in JSON, no field that nobody knows."""
+    """Types as they are in JSON. Fields that nobody knows are kept apart, for `unknown_fields` to find."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=())
+    model_config = ConfigDict(extra="allow", strict=True, frozen=True, allow_inf_nan=False, protected_namespaces=())
+
+    @property
+    def extra(self) -> dict[str, Any]:
+        """The fields that this model does not declare."""
+        return self.model_extra or {}
+
+
+def unknown_fields(model: RequestModel, path: str = "") -> Iterator[str]:
+    """The names of all fields that nobody knows, as in `messages[1].cache_control`."""
+    for name in model.extra:
+        yield path + name
+    for name in type(model).model_fields:
+        value = getattr(model, name)
+        if isinstance(value, RequestModel):
+            yield from unknown_fields(value, f"{path}{name}.")
+        elif isinstance(value, list):
+            for index, item in enumerate(value):
+                if isinstance(item, RequestModel):
+                    yield from unknown_fields(item, f"{path}{name}[{index}].")
 
 
 class StreamOptions(RequestModel):
@@ -81,6 +100,11 @@ class CommonRequest(RequestModel):
     prompt_cache_retention: str | None = None
 
     @property
+    def unsupported(self) -> Mapping[str, tuple[Any, ...]]:
+        """Parameters that we know of and cannot honour, with their harmless values."""
+        return {}
+
+    @property
     def num_choices(self) -> int:
         """Completions of each prompt."""
         return self.n or 1
@@ -94,16 +118,14 @@ class CommonRequest(RequestModel):
         """This request's names of the gateway's fields, where they differ."""
         return {"token_ids": "prompt", "request_id": "x-request-id"}
 
+    def ignored_fields(self) -> list[str]:
+        """What the request says and nobody reads."""
+        return [name for name in unknown_fields(self) if name not in self.unsupported]
+
     def check_stream_options(self) -> None:
         """Raise InvalidArgumentError when there are options for a stream and no stream."""
         if self.stream_options is not None and not self.stream:
             raise InvalidArgumentError("stream_options", "is valid with stream true only")
-
-    def refuse(self, allowed: Mapping[str, tuple[Any, ...]]) -> None:
-        """Raise InvalidArgumentError for a field set to what we cannot do; `allowed` has its harmless values."""
-        for name, values in allowed.items():
-            if getattr(self, name) not in values:
-                raise InvalidArgumentError(name, "is not supported")
 
     def message(self, *, index: int, max_tokens: int | None) -> generation_pb2.GenerateRequest:
         """What the choice with this index asks of the gateway; its input and log-probabilities are still to be set.

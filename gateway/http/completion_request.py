@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any
 
 from pydantic import PlainValidator
 
 from gateway.http.common_request import MAX_CHOICES, CommonRequest, UInt32
+from gateway.http.unsupported import COMPLETION, refuse
 from outrider.protocol.errors import InvalidArgumentError
 from outrider.v1 import generation_pb2
 
@@ -36,14 +38,15 @@ class CompletionRequest(CommonRequest):
     prompt: Annotated[list[Prompt], PlainValidator(_prompts)]
     logprobs: UInt32 | None = None
     echo: bool | None = None
-    # Not to be had: the best of several, and text behind the completion.
-    best_of: int | None = None
-    suffix: str | None = None
+
+    @property
+    def unsupported(self) -> Mapping[str, tuple[Any, ...]]:
+        return {**COMPLETION, "best_of": (None, self.num_choices)}
 
     def check(self) -> None:
         """Raise InvalidArgumentError for what fits no field alone, or is not supported."""
         self.check_stream_options()
-        self.refuse({"best_of": (None, self.num_choices), "suffix": (None, "")})
+        refuse(self.extra, self.unsupported)
         if self.echo and self.logprobs is not None:
             raise InvalidArgumentError("echo", "does not go with logprobs: a prompt's are not computed")
         if len(self.prompt) * self.num_choices > MAX_CHOICES:

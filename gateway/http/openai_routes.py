@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Awaitable, Callable, Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from starlette.datastructures import MutableHeaders
 from starlette.requests import ClientDisconnect, Request
@@ -24,6 +24,7 @@ from gateway.http.disconnect import ClientLeftError
 from gateway.http.errors import ApiError, from_exception
 from gateway.http.exchange import Exchange
 from gateway.http.host import check_host
+from gateway.http.ignored_fields import note_ignored, refuse_unknown
 from gateway.http.logprobs import TokenNames
 from gateway.http.request_body import parse_body, read_body
 from gateway.validation import MAX_REQUEST_ID_LENGTH
@@ -39,6 +40,8 @@ MAX_ID_LENGTH = MAX_REQUEST_ID_LENGTH - len("-127")
 
 # What handles a request: with its id and its caller, to an answer that is an ASGI application.
 Handler = Callable[[Request, str, Caller], Awaitable[ASGIApp]]
+
+R = TypeVar("R", CompletionRequest, ChatRequest)
 
 
 def openai_routes(front: Front) -> list[BaseRoute]:
@@ -79,9 +82,7 @@ class _Api:
         return JSONResponse(self._model())
 
     async def completions(self, request: Request, request_id: str, caller: Caller) -> ASGIApp:
-        asked = await parse_body(await self._body(request), CompletionRequest)
-        self._check_model(asked.model)
-        asked.check()
+        asked = await self._parsed(request, CompletionRequest)
         prefixes = [""] * len(asked.prompt)
         if asked.echo:
             prefixes = [prompt if isinstance(prompt, str) else self._text(prompt) for prompt in asked.prompt]
@@ -99,9 +100,7 @@ class _Api:
         return self._exchange(runner, asked, asked.generations(), answer, request_id)
 
     async def chat(self, request: Request, request_id: str, caller: Caller) -> ASGIApp:
-        asked = await parse_body(await self._body(request), ChatRequest)
-        self._check_model(asked.model)
-        asked.check()
+        asked = await self._parsed(request, ChatRequest)
         if self._template is None:
             raise ApiError(400, f"chat completions are not to be had: {self._no_template}", code="no_chat_template")
         prompt = await self._template.render(
@@ -127,10 +126,10 @@ class _Api:
         requests: list[generation_pb2.GenerateRequest],
         answer: Answer,
         request_id: str,
-    ) -> Exchange:
+    ) -> ASGIApp:
         for index, request in enumerate(requests):
             request.request_id = request_id if len(requests) == 1 else f"{request_id}-{index}"
-        return Exchange(
+        exchange = Exchange(
             runner,
             requests,
             answer,
@@ -138,6 +137,7 @@ class _Api:
             has_usage=asked.has_usage,
             names=asked.field_names(),
         )
+        return _adding_headers(exchange, note_ignored(request_id, asked.ignored_fields()))
 
     def _runner(
         self, request: Request, asked: CommonRequest, caller: Caller, route: str, operation: str
@@ -155,8 +155,15 @@ class _Api:
             has_special_tokens=operation == "chat",
         )
 
-    async def _body(self, request: Request) -> bytes:
-        return await read_body(request, self._front.settings.http_max_body_bytes)
+    async def _parsed(self, request: Request, kind: type[R]) -> R:
+        """The request in the body, checked for all that shows before it is rendered or tokenized."""
+        settings = self._front.settings
+        asked = await parse_body(await read_body(request, settings.http_max_body_bytes), kind)
+        if settings.strict_requests:
+            refuse_unknown(asked.ignored_fields())
+        self._check_model(asked.model)
+        asked.check()
+        return asked
 
     def _check_model(self, name: str | None) -> None:
         served = self._front.generator.model_name
@@ -216,6 +223,13 @@ def _request_id(request: Request) -> str:
         message = f"x-request-id: has {len(request_id)} characters, at most {MAX_ID_LENGTH} are taken"
         raise ApiError(400, message, param="x-request-id")
     return request_id
+
+
+def _adding_headers(answer: ASGIApp, headers: Mapping[str, str]) -> ASGIApp:
+    async def answering(scope: Scope, receive: Receive, send: Send) -> None:
+        await answer(scope, receive, _with_headers(send, headers))
+
+    return answering
 
 
 def _with_headers(send: Send, headers: Mapping[str, str]) -> Send:

@@ -62,8 +62,6 @@ def _bad_request(error: ValidationError) -> ApiError:
             return ApiError(400, f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
         case "model_type":
             return ApiError(400, "the body is not a JSON object")
-        case "extra_forbidden":
-            return ApiError(400, f"Unrecognized request argument supplied: {param}", param=param)
         case "missing":
             return ApiError(
                 400, f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter"

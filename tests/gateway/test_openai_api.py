@@ -6,15 +6,12 @@ import asyncio
 import json
 import socket
 from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import httpx
 import openai
 import pytest
-from openai import AsyncOpenAI
-from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
@@ -22,45 +19,10 @@ from gateway.http import server as http_server
 from gateway.tokenizer import Tokenizer
 from outrider.service.settings import BadSettingsError
 from outrider.service.telemetry import Telemetry
-from outrider.v1 import generation_pb2, verifier_pb2
+from outrider.v1 import verifier_pb2
 from tests.gateway import tokenizers_for_tests
-from tests.gateway.fake_verifier import (
-    FakeVerifier,
-    RunningGateway,
-    Update,
-    eventually,
-    prompt_of,
-    running_gateway,
-    update,
-)
-
-LENGTH = generation_pb2.FINISH_REASON_LENGTH
-TEXT = "The quick brown fox"
-
-
-@asynccontextmanager
-async def front(*verifiers: FakeVerifier, **settings: Any) -> AsyncIterator[tuple[RunningGateway, httpx.AsyncClient]]:
-    """A gateway with both fronts, and a plain HTTP client."""
-    async with running_gateway(*verifiers, http_listen="127.0.0.1:0", **settings) as running:
-        base = f"http://{running.gateway.http_address}"
-        async with httpx.AsyncClient(base_url=base, trust_env=False, timeout=10) as client:
-            yield running, client
-
-
-def openai_client(running: RunningGateway) -> AsyncOpenAI:
-    return AsyncOpenAI(base_url=f"http://{running.gateway.http_address}/v1", api_key="none", max_retries=0)
-
-
-def saying(tokenizer: Tokenizer, text: str = TEXT) -> Any:
-    """A script that answers every sequence with a text, token by token."""
-
-    def script(opened: verifier_pb2.OpenDecoding) -> Iterable[Update]:
-        ids = tokenizer._encode(text)
-        for token_id in ids[:-1]:
-            yield update(opened.sequence_id, [token_id])
-        yield update(opened.sequence_id, ids[-1:], finish=LENGTH)
-
-    return script
+from tests.gateway.fake_verifier import FakeVerifier, Update, eventually, prompt_of, update
+from tests.gateway.http_clients import LENGTH, TEXT, front, openai_client, saying
 
 
 async def test_an_error_in_mid_stream_is_the_last_event(verifier: FakeVerifier, tokenizer: Tokenizer) -> None:
@@ -165,6 +127,8 @@ UNSUPPORTED = {
     "response_format": {"type": "json_object"},
     "reasoning_effort": "high",
     "modalities": ["audio"],
+    "guided_json": {"type": "object"},
+    "chat_template": "{{ messages }}",
 }
 
 
@@ -271,11 +235,6 @@ async def test_a_connection_that_never_asks_is_closed(
         writer.close()
 
 
-def parent_of(span: ReadableSpan) -> int:
-    assert span.parent is not None
-    return span.parent.span_id
-
-
 async def test_one_trace_over_all_choices(verifier: FakeVerifier, tokenizer: Tokenizer) -> None:
     exporter = InMemorySpanExporter()
     provider = TracerProvider()
@@ -289,9 +248,9 @@ async def test_one_trace_over_all_choices(verifier: FakeVerifier, tokenizer: Tok
     spans = [span for span in exporter.get_finished_spans() if span.name.startswith("text_completion")]
     assert len(spans) == 3
     assert {f"{span.context.trace_id:032x}" for span in spans} == {trace_id}
-    (whole,) = [span for span in spans if parent_of(span) == 0xB7AD6B7169203331]
-    assert [parent_of(span) for span in spans].count(whole.context.span_id) == 2
-    assert all((span.attributes or {})["http.route"] == "/v1/completions" for span in spans)
+    whole = next(span for span in spans if span.parent.span_id == 0xB7AD6B7169203331)
+    assert [span.parent.span_id for span in spans].count(whole.context.span_id) == 2
+    assert all(span.attributes["http.route"] == "/v1/completions" for span in spans)
     assert all(trace_id in message.traceparent for message in verifier.opened.values())
 
 
