@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gateway.served_model import ServedModel
-from outrider.protocol.errors import InvalidArgumentError
+from outrider.protocol.errors import InvalidArgumentError, Reason
 from outrider.protocol.sampling_parameters import SamplingParameters
+from outrider.protocol.violations import Violations
 from outrider.v1 import common_pb2, generation_pb2
 
 MAX_REQUEST_ID_LENGTH = 128
@@ -17,41 +18,48 @@ MAX_DRAFT_TOKENS = 32
 MAX_LOGPROBS = 20
 
 
-class PromptTooLongError(InvalidArgumentError):
-    """The prompt does not fit the model's context."""
-
-
 def check_request(request: generation_pb2.GenerateRequest, model: ServedModel, *, has_tokenizer: bool) -> None:
-    """Raise InvalidArgumentError, naming the field as in the request, for all that shows without tokenizing."""
+    """Raise InvalidArgumentError, naming every bad field as in the request, for all that shows without tokenizing."""
+    violations = Violations()
+    with violations.collecting():
+        _check_input(request, model, has_tokenizer=has_tokenizer)
+    with violations.collecting():
+        check_options(request, model, has_tokenizer=has_tokenizer)
+    violations.check()
+
+
+def check_options(request: generation_pb2.GenerateRequest, model: ServedModel, *, has_tokenizer: bool) -> None:
+    """The same for all but the prompt."""
+    violations = Violations()
     if len(request.request_id) > MAX_REQUEST_ID_LENGTH:
-        raise InvalidArgumentError(
+        violations.add(
             "request_id", f"has {len(request.request_id)} characters, at most {MAX_REQUEST_ID_LENGTH} are taken"
         )
-    _check_input(request, model, has_tokenizer=has_tokenizer)
-    sampling = SamplingParameters.from_message(request.sampling, vocabulary_size=model.vocabulary_size)
-    _check_stopping(request.stopping, model, has_tokenizer=has_tokenizer)
-    _check_speculation(request.speculation, is_greedy=sampling.is_greedy)
+    with violations.collecting():
+        SamplingParameters.from_message(request.sampling, vocabulary_size=model.vocabulary_size)
+    _check_stopping(request.stopping, model, violations, has_tokenizer=has_tokenizer)
+    is_greedy = request.sampling.HasField("temperature") and request.sampling.temperature == 0
+    _check_speculation(request.speculation, violations, is_greedy=is_greedy)
     if request.HasField("logprobs") and request.logprobs > MAX_LOGPROBS:
-        raise InvalidArgumentError("logprobs", f"must be at most {MAX_LOGPROBS}, is {request.logprobs}")
+        violations.add("logprobs", f"must be at most {MAX_LOGPROBS}, is {request.logprobs}")
+    violations.check()
 
 
 def check_prompt(field: str, token_ids: Sequence[int], model: ServedModel) -> None:
-    """Raise InvalidArgumentError, naming `field`, unless the model can generate a token behind the prompt.
-
-    One that is too long raises PromptTooLongError.
-    """
+    """Raise InvalidArgumentError, naming `field`, unless the model can generate a token behind the prompt."""
     if not token_ids:
         raise InvalidArgumentError(field, "must hold at least one token")
     length, context = len(token_ids), model.context_length
     if context and length > context:
-        raise PromptTooLongError(field, f"has {length} tokens, the model's context length is {context}")
+        problem = f"has {length} tokens, the model's context length is {context}"
+        raise InvalidArgumentError(field, problem, Reason.CONTEXT_LENGTH_EXCEEDED)
     if context and length == context:
-        raise PromptTooLongError(
-            field, f"has {length} tokens and fills the model's context length of {context}: no token can be generated"
-        )
+        problem = f"has {length} tokens and fills the model's context length of {context}: no token can be generated"
+        raise InvalidArgumentError(field, problem, Reason.CONTEXT_LENGTH_EXCEEDED)
     if max(token_ids) >= model.vocabulary_size:
         index = next(index for index, token_id in enumerate(token_ids) if token_id >= model.vocabulary_size)
-        _check_known(field, token_ids[index], model, where=f" at index {index}")
+        problem = f"token id {token_ids[index]} at index {index} is not below the vocabulary size"
+        raise InvalidArgumentError(field, f"{problem} {model.vocabulary_size}", Reason.UNKNOWN_TOKEN_ID)
 
 
 def _check_input(request: generation_pb2.GenerateRequest, model: ServedModel, *, has_tokenizer: bool) -> None:
@@ -60,55 +68,58 @@ def _check_input(request: generation_pb2.GenerateRequest, model: ServedModel, *,
             if not request.prompt:
                 raise InvalidArgumentError("prompt", "must not be empty")
             if not has_tokenizer:
-                raise InvalidArgumentError("prompt", "this gateway has no tokenizer, send token_ids")
+                problem = "this gateway has no tokenizer, send token_ids"
+                raise InvalidArgumentError("prompt", problem, Reason.NO_TOKENIZER)
         case "token_ids":
             check_prompt("token_ids", request.token_ids.ids, model)
         case _:
-            raise InvalidArgumentError("prompt", "one of prompt and token_ids must be set")
+            raise InvalidArgumentError("prompt", "one of prompt and token_ids must be set", Reason.MISSING_FIELD)
 
 
-def _check_stopping(stopping: generation_pb2.StoppingParameters, model: ServedModel, *, has_tokenizer: bool) -> None:
+def _check_stopping(
+    stopping: generation_pb2.StoppingParameters, model: ServedModel, violations: Violations, *, has_tokenizer: bool
+) -> None:
     if stopping.HasField("max_tokens") and stopping.max_tokens < 1:
-        raise InvalidArgumentError("stopping.max_tokens", "must be at least 1")
-    if len(stopping.stop) > MAX_STOP_STRINGS:
-        raise InvalidArgumentError(
-            "stopping.stop", f"has {len(stopping.stop)} strings, at most {MAX_STOP_STRINGS} are taken"
-        )
-    for index, stop in enumerate(stopping.stop):
+        violations.add("stopping.max_tokens", "must be at least 1")
+    with violations.collecting():
+        _check_stop_strings(stopping.stop, has_tokenizer=has_tokenizer)
+    with violations.collecting():
+        _check_stop_token_ids(stopping.stop_token_ids, model)
+
+
+def _check_stop_strings(strings: Sequence[str], *, has_tokenizer: bool) -> None:
+    name = "stopping.stop"
+    if len(strings) > MAX_STOP_STRINGS:
+        raise InvalidArgumentError(name, f"has {len(strings)} strings, at most {MAX_STOP_STRINGS} are taken")
+    for index, stop in enumerate(strings):
         if not 1 <= len(stop) <= MAX_STOP_STRING_LENGTH:
-            raise InvalidArgumentError(
-                "stopping.stop",
-                f"the string at index {index} has {len(stop)} characters, must have 1 to {MAX_STOP_STRING_LENGTH}",
-            )
-    if stopping.stop and not has_tokenizer:
-        raise InvalidArgumentError("stopping.stop", "this gateway has no tokenizer, send stop_token_ids")
-    if len(stopping.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-        raise InvalidArgumentError(
-            "stopping.stop_token_ids",
-            f"has {len(stopping.stop_token_ids)} token ids, at most {MAX_STOP_TOKEN_IDS} are taken",
-        )
-    for token_id in stopping.stop_token_ids:
-        _check_known("stopping.stop_token_ids", token_id, model)
+            limits = f"must have 1 to {MAX_STOP_STRING_LENGTH}"
+            raise InvalidArgumentError(name, f"the string at index {index} has {len(stop)} characters, {limits}")
+    if strings and not has_tokenizer:
+        raise InvalidArgumentError(name, "this gateway has no tokenizer, send stop_token_ids", Reason.NO_TOKENIZER)
 
 
-def _check_speculation(speculation: generation_pb2.SpeculationParameters, *, is_greedy: bool) -> None:
+def _check_stop_token_ids(token_ids: Sequence[int], model: ServedModel) -> None:
+    name = "stopping.stop_token_ids"
+    if len(token_ids) > MAX_STOP_TOKEN_IDS:
+        raise InvalidArgumentError(name, f"has {len(token_ids)} token ids, at most {MAX_STOP_TOKEN_IDS} are taken")
+    for token_id in token_ids:
+        if token_id >= model.vocabulary_size:
+            problem = f"token id {token_id} is not below the vocabulary size {model.vocabulary_size}"
+            raise InvalidArgumentError(name, problem, Reason.UNKNOWN_TOKEN_ID)
+
+
+def _check_speculation(
+    speculation: generation_pb2.SpeculationParameters, violations: Violations, *, is_greedy: bool
+) -> None:
     # An enum of proto3 is open: a number from a newer client arrives as it was sent.
     if speculation.mode not in generation_pb2.SpeculationMode.values():
-        raise InvalidArgumentError("speculation.mode", f"{speculation.mode} is not a known mode")
+        violations.add("speculation.mode", f"{speculation.mode} is not a known mode")
     if speculation.HasField("max_draft_tokens") and not 1 <= speculation.max_draft_tokens <= MAX_DRAFT_TOKENS:
-        raise InvalidArgumentError(
+        violations.add(
             "speculation.max_draft_tokens", f"must be from 1 to {MAX_DRAFT_TOKENS}, is {speculation.max_draft_tokens}"
         )
     if speculation.verification not in common_pb2.Verification.values():
-        raise InvalidArgumentError(
-            "speculation.verification", f"{speculation.verification} is not a known way of verifying"
-        )
+        violations.add("speculation.verification", f"{speculation.verification} is not a known way of verifying")
     if speculation.verification == common_pb2.VERIFICATION_GREEDY and not is_greedy:
-        raise InvalidArgumentError("speculation.verification", "GREEDY is valid with sampling.temperature 0 only")
-
-
-def _check_known(field: str, token_id: int, model: ServedModel, *, where: str = "") -> None:
-    if token_id >= model.vocabulary_size:
-        raise InvalidArgumentError(
-            field, f"token id {token_id}{where} is not below the vocabulary size {model.vocabulary_size}"
-        )
+        violations.add("speculation.verification", "GREEDY is valid with sampling.temperature 0 only")

@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from gateway.http.common_request import CommonRequest, RequestModel, UInt32
-from gateway.http.unsupported import CHAT, refuse
-from outrider.protocol.errors import InvalidArgumentError
+from gateway.http.unsupported import CHAT
+from outrider.protocol.violations import Violations
 from outrider.v1 import generation_pb2
 
 # Where a message's text comes in several parts.
@@ -52,7 +52,6 @@ class ChatRequest(CommonRequest):
     """The body of `/v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: UInt32 | None = None
     logprobs: bool | None = None
     top_logprobs: UInt32 | None = None
     # Variables for the model's chat template, as in vLLM's API.
@@ -65,39 +64,26 @@ class ChatRequest(CommonRequest):
     def unsupported(self) -> Mapping[str, tuple[Any, ...]]:
         return {**CHAT, "best_of": (None, self.num_choices)}
 
-    def check(self) -> None:
-        """Raise InvalidArgumentError for what fits no field alone, or is not supported."""
-        self.check_stream_options()
-        refuse(self.extra, self.unsupported)
+    def note_violations(self, violations: Violations) -> None:
+        super().note_violations(violations)
         for index, message in enumerate(self.messages):
             if message.content is None and message.role != "assistant":
-                raise InvalidArgumentError(f"messages[{index}].content", "must be there")
+                violations.add(f"messages[{index}].content", "must be there")
         if self.top_logprobs is not None and not self.logprobs:
-            raise InvalidArgumentError("top_logprobs", "is valid with logprobs true only")
-        both = (self.max_tokens, self.max_completion_tokens)
-        if None not in both and both[0] != both[1]:
-            raise InvalidArgumentError(
-                "max_tokens", "is the older name of max_completion_tokens, and the two differ in this request"
-            )
+            violations.add("top_logprobs", "is valid with logprobs true only")
 
     def field_names(self) -> dict[str, str]:
-        limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
-        return {
-            **super().field_names(),
-            "prompt": "messages",
-            "token_ids": "messages",
-            "logprobs": "top_logprobs",
-            "max_tokens": limit,
-        }
+        return {**super().field_names(), "prompt": "messages", "token_ids": "messages", "logprobs": "top_logprobs"}
+
+    def options(self, *, index: int) -> generation_pb2.GenerateRequest:
+        request = super().options(index=index)
+        if self.logprobs:
+            request.logprobs = self.top_logprobs or 0
+        return request
 
     def generations(self, prompt: str) -> list[generation_pb2.GenerateRequest]:
         """One for each choice, in order of their indices, behind the rendered conversation."""
-        max_tokens = self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
-        requests = []
-        for index in range(self.num_choices):
-            request = self.message(index=index, max_tokens=max_tokens)
+        requests = [self.options(index=index) for index in range(self.num_choices)]
+        for request in requests:
             request.prompt = prompt
-            if self.logprobs:
-                request.logprobs = self.top_logprobs or 0
-            requests.append(request)
         return requests

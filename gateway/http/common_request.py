@@ -7,7 +7,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from gateway.http.errors import renamed
+from gateway.http.unsupported import refuse
+from gateway.served_model import ServedModel
+from gateway.validation import check_options, check_request
 from outrider.protocol.errors import InvalidArgumentError
+from outrider.protocol.violations import Violations
 from outrider.v1 import common_pb2, generation_pb2
 
 # Completions that one HTTP request may ask for, over all its prompts.
@@ -70,6 +75,8 @@ class CommonRequest(RequestModel):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     max_tokens: UInt32 | None = None
+    # The newer name of the same.
+    max_completion_tokens: UInt32 | None = None
     temperature: float | None = None
     top_p: float | None = None
     presence_penalty: float | None = None
@@ -116,19 +123,46 @@ class CommonRequest(RequestModel):
 
     def field_names(self) -> dict[str, str]:
         """This request's names of the gateway's fields, where they differ."""
-        return {"token_ids": "prompt", "request_id": "x-request-id"}
+        limit = "max_tokens" if self.max_completion_tokens is None else "max_completion_tokens"
+        return {"token_ids": "prompt", "request_id": "x-request-id", "max_tokens": limit}
 
     def ignored_fields(self) -> list[str]:
         """What the request says and nobody reads."""
         return [name for name in unknown_fields(self) if name not in self.unsupported]
 
-    def check_stream_options(self) -> None:
-        """Raise InvalidArgumentError when there are options for a stream and no stream."""
-        if self.stream_options is not None and not self.stream:
-            raise InvalidArgumentError("stream_options", "is valid with stream true only")
+    @property
+    def limit(self) -> int | None:
+        """Most tokens to generate."""
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
-    def message(self, *, index: int, max_tokens: int | None) -> generation_pb2.GenerateRequest:
-        """What the choice with this index asks of the gateway; its input and log-probabilities are still to be set.
+    def check(self, model: ServedModel, *, has_tokenizer: bool) -> None:
+        """Raise InvalidArgumentError, naming every bad field as the request does, for all that shows so far."""
+        violations = Violations()
+        self.note_violations(violations)
+        request = self.sample()
+        check = check_request if request.WhichOneof("input") else check_options
+        try:
+            check(request, model, has_tokenizer=has_tokenizer)
+        except InvalidArgumentError as error:
+            violations.extend(renamed(error.violations, self.field_names()))
+        violations.check()
+
+    def note_violations(self, violations: Violations) -> None:
+        """Note what fits no field alone, or is not supported."""
+        refuse(self.extra, self.unsupported, violations)
+        if self.stream_options is not None and not self.stream:
+            violations.add("stream_options", "is valid with stream true only")
+        both = (self.max_tokens, self.max_completion_tokens)
+        if None not in both and both[0] != both[1]:
+            problem = "is the older name of max_completion_tokens, and the two differ in this request"
+            violations.add("max_tokens", problem)
+
+    def sample(self) -> generation_pb2.GenerateRequest:
+        """What the first choice asks of the gateway, without an input where that is still to be rendered."""
+        return self.options(index=0)
+
+    def options(self, *, index: int) -> generation_pb2.GenerateRequest:
+        """What the choice with this index asks of the gateway, but for its input.
 
         Choice i draws with seed + i, so that each can be repeated alone.
         """
@@ -143,8 +177,8 @@ class CommonRequest(RequestModel):
             sampling.seed = (self.seed + index) % _SEEDS
         for token_id, bias in (self.logit_bias or {}).items():
             sampling.logit_bias[token_id] = bias
-        if max_tokens is not None:
-            stopping.max_tokens = max_tokens
+        if self.limit is not None:
+            stopping.max_tokens = self.limit
         stopping.stop.extend(self.stop or ())
         stopping.stop_token_ids.extend(self.stop_token_ids or ())
         stopping.ignore_eos = bool(self.ignore_eos)

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 from pydantic import PlainValidator
 
 from gateway.http.common_request import MAX_CHOICES, CommonRequest, UInt32
-from gateway.http.unsupported import COMPLETION, refuse
-from outrider.protocol.errors import InvalidArgumentError
+from gateway.http.unsupported import COMPLETION
+from outrider.protocol.errors import Reason
+from outrider.protocol.violations import Violations
 from outrider.v1 import generation_pb2
 
 DEFAULT_MAX_TOKENS = 16
@@ -43,30 +44,34 @@ class CompletionRequest(CommonRequest):
     def unsupported(self) -> Mapping[str, tuple[Any, ...]]:
         return {**COMPLETION, "best_of": (None, self.num_choices)}
 
-    def check(self) -> None:
-        """Raise InvalidArgumentError for what fits no field alone, or is not supported."""
-        self.check_stream_options()
-        refuse(self.extra, self.unsupported)
+    @property
+    def limit(self) -> int | None:
+        return DEFAULT_MAX_TOKENS if super().limit is None else super().limit
+
+    def note_violations(self, violations: Violations) -> None:
+        super().note_violations(violations)
         if self.echo and self.logprobs is not None:
-            raise InvalidArgumentError("echo", "does not go with logprobs: a prompt's are not computed")
+            problem = "does not go with logprobs: a prompt's are not computed"
+            violations.add("echo", problem, Reason.NOT_SUPPORTED)
         if len(self.prompt) * self.num_choices > MAX_CHOICES:
-            raise InvalidArgumentError(
-                "n", f"{self.num_choices} for each of {len(self.prompt)} prompts is more than {MAX_CHOICES} completions"
-            )
+            problem = f"for each of {len(self.prompt)} prompts is more than {MAX_CHOICES} completions"
+            violations.add("n", f"{self.num_choices} {problem}")
+
+    def sample(self) -> generation_pb2.GenerateRequest:
+        return self._generation(0, self.prompt[0])
 
     def generations(self) -> list[generation_pb2.GenerateRequest]:
         """One for each choice, in order of their indices: all of the first prompt, all of the second, and so on."""
-        max_tokens = DEFAULT_MAX_TOKENS if self.max_tokens is None else self.max_tokens
-        requests: list[generation_pb2.GenerateRequest] = []
-        for prompt in self.prompt:
-            for _ in range(self.num_choices):
-                request = self.message(index=len(requests), max_tokens=max_tokens)
-                if isinstance(prompt, str):
-                    request.prompt = prompt
-                else:
-                    request.token_ids.ids.extend(prompt)
-                if self.logprobs is not None:
-                    # Where a token stands in the text is seen from each token's own part of it.
-                    request.logprobs, request.token_texts = self.logprobs, True
-                requests.append(request)
-        return requests
+        prompts = [prompt for prompt in self.prompt for _ in range(self.num_choices)]
+        return [self._generation(index, prompt) for index, prompt in enumerate(prompts)]
+
+    def _generation(self, index: int, prompt: Prompt) -> generation_pb2.GenerateRequest:
+        request = self.options(index=index)
+        if isinstance(prompt, str):
+            request.prompt = prompt
+        else:
+            request.token_ids.ids.extend(prompt)
+        if self.logprobs is not None:
+            # Where a token stands in the text is seen from each token's own part of it.
+            request.logprobs, request.token_texts = self.logprobs, True
+        return request

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
@@ -14,8 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from gateway.validation import PromptTooLongError
-from outrider.protocol.errors import InvalidArgumentError, OutriderError
+from outrider.protocol.errors import InvalidArgumentError, OutriderError, Reason, Violation
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +47,12 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, headers=dict(self.headers))
 
 
+# A body can have any number of bad fields.
+MAX_PROBLEMS = 32
+_CODES = {
+    Reason.CONTEXT_LENGTH_EXCEEDED: "context_length_exceeded",
+    Reason.MISSING_FIELD: "missing_required_parameter",
+}
 _GROUP = re.compile(r"^(sampling|stopping|speculation)\.")
 
 # Status, type and code by gRPC status; what is not here is INTERNAL.
@@ -74,12 +79,7 @@ def from_exception(error: Exception, names: Mapping[str, str]) -> ApiError:
         case ApiError():
             return error
         case InvalidArgumentError():
-            # The API has no groups of fields.
-            name = _GROUP.sub("", error.field)
-            param = names.get(name, name)
-            code = "context_length_exceeded" if isinstance(error, PromptTooLongError) else None
-            problem = error.message.removeprefix(f"{error.field}: ")
-            return ApiError(400, f"{param}: {problem}", param=param, code=code)
+            return bad_request(renamed(error.violations, names))
         case OutriderError():
             status, kind, code = _BY_CODE.get(error.code, (500, SERVER_ERROR, None))
             return ApiError(status, error.message, kind, code=code, headers=_headers(status, error))
@@ -87,6 +87,36 @@ def from_exception(error: Exception, names: Mapping[str, str]) -> ApiError:
             logger.error("a request failed with an unexpected error", exc_info=error)
             # The details stay in the log: an internal error's text may hold what the caller must not see.
             return ApiError(500, "internal error, see the service's log", SERVER_ERROR)
+
+
+def renamed(violations: Sequence[Violation], names: Mapping[str, str]) -> list[Violation]:
+    """The same with the API's names: it has no groups of fields, and `names` says what else it calls differently."""
+    found = []
+    for violation in violations:
+        name = _GROUP.sub("", violation.field)
+        found.append(replace(violation, field=names.get(name, name)))
+    return found
+
+
+def bad_request(violations: Sequence[Violation]) -> ApiError:
+    """The API's error for bad fields, at least one; the first is the one that `param` and `code` speak of."""
+    first = violations[0]
+    problems = [_problem(violation) for violation in violations[:MAX_PROBLEMS]]
+    if len(violations) > MAX_PROBLEMS:
+        problems.append(f"and {len(violations) - MAX_PROBLEMS} more")
+    code = _CODES.get(first.reason)
+    return ApiError(400, "; ".join(problems), param=first.field or None, code=code)
+
+
+def _problem(violation: Violation) -> str:
+    match violation.reason:
+        # As OpenAI's API words them.
+        case Reason.UNKNOWN_FIELD:
+            return f"Unrecognized request argument supplied: {violation.field}"
+        case Reason.MISSING_FIELD if not violation.problem:
+            return f"Missing required parameter: '{violation.field}'."
+        case _:
+            return str(violation) if violation.field else violation.problem
 
 
 def routing_error(request: Request, error: Exception) -> Response:

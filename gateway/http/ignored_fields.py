@@ -6,7 +6,8 @@ import logging
 from collections.abc import Sequence
 from urllib.parse import quote
 
-from gateway.http.errors import ApiError
+from gateway.http.errors import bad_request
+from outrider.protocol.errors import Reason, Violation
 
 logger = logging.getLogger(__name__)
 
@@ -19,8 +20,7 @@ _MORE = "..."
 def refuse_unknown(names: Sequence[str]) -> None:
     """Raise ApiError, naming all of them, if there are any."""
     if names:
-        what = "argument" if len(names) == 1 else "arguments"
-        raise ApiError(400, f"Unrecognized request {what} supplied: {', '.join(names)}", param=names[0])
+        raise bad_request([Violation(name, "", Reason.UNKNOWN_FIELD) for name in names])
 
 
 def note_ignored(request_id: str, names: Sequence[str]) -> dict[str, str]:

@@ -162,7 +162,7 @@ class _Api:
         if settings.strict_requests:
             refuse_unknown(asked.ignored_fields())
         self._check_model(asked.model)
-        asked.check()
+        asked.check(self._front.pool.model, has_tokenizer=self._front.tokenizer is not None)
         return asked
 
     def _check_model(self, name: str | None) -> None:

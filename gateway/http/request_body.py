@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 from starlette.requests import Request
 
-from gateway.http.errors import ApiError
+from gateway.http.errors import ApiError, bad_request
+from outrider.protocol.errors import Reason, Violation
 
 # A client that has not sent its whole body by then is given up.
 BODY_SECONDS = 60.0
@@ -45,30 +47,29 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
 
 
 async def parse_body(body: bytes, model: type[M]) -> M:
-    """The request in a body. Raises ApiError naming the first field that is wrong."""
+    """The request in a body. Raises ApiError naming every field that is wrong."""
     try:
         if len(body) <= MAX_BYTES_ON_LOOP:
             return model.model_validate_json(body)
         return await asyncio.to_thread(model.model_validate_json, body)
     except ValidationError as error:
-        raise _bad_request(error) from None
+        found = error.errors(include_url=False, include_context=False, include_input=False)
+        raise bad_request([_violation(one) for one in found]) from None
 
 
-def _bad_request(error: ValidationError) -> ApiError:
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    param = _param(first["loc"])
-    match first["type"]:
+def _violation(error: ErrorDetails) -> Violation:
+    param = _param(error["loc"])
+    match error["type"]:
         case "json_invalid":
-            return ApiError(400, f"the body is not JSON: {first['msg'].removeprefix('Invalid JSON: ')}")
-        case "model_type":
-            return ApiError(400, "the body is not a JSON object")
+            problem = error["msg"].removeprefix("Invalid JSON: ")
+            return Violation("", f"the body is not JSON: {problem}", Reason.UNREADABLE)
+        case "model_type" if not param:
+            return Violation("", "the body is not a JSON object", Reason.UNREADABLE)
         case "missing":
-            return ApiError(
-                400, f"Missing required parameter: '{param}'.", param=param, code="missing_required_parameter"
-            )
+            return Violation(param, "", Reason.MISSING_FIELD)
         case _:
-            problem = first["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-            return ApiError(400, f"{param}: {problem}", param=param)
+            problem = error["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+            return Violation(param, problem)
 
 
 def _param(location: Sequence[int | str]) -> str:

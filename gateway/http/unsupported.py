@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from outrider.protocol.errors import InvalidArgumentError
+from outrider.protocol.errors import Reason
+from outrider.protocol.violations import Violations
 
 _UNSET = (None,)
 
@@ -49,8 +50,8 @@ CHAT: Mapping[str, tuple[Any, ...]] = {
 }
 
 
-def refuse(fields: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]]) -> None:
-    """Raise InvalidArgumentError for a field that asks for what we cannot do; `allowed` has the harmless values."""
+def refuse(fields: Mapping[str, Any], allowed: Mapping[str, tuple[Any, ...]], violations: Violations) -> None:
+    """Note each field that asks for what we cannot do; `allowed` has the harmless values."""
     for name, value in fields.items():
         if name in allowed and value not in allowed[name]:
-            raise InvalidArgumentError(name, "is not supported")
+            violations.add(name, "is not supported", Reason.NOT_SUPPORTED)

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
 import grpc
 
 # Longer ones of another service are cut.
 MAX_RETRY_DELAY_SECONDS = 3600.0
+# Of so many bad fields an error's message has the problem, of others the name: clients take some 8 KiB of trailers.
+_NUM_TOLD = 3
 
 
 class OutriderError(Exception):
@@ -19,14 +25,70 @@ class OutriderError(Exception):
         self.retry_delay_seconds = retry_delay_seconds
 
 
+class Reason(StrEnum):
+    """Why a field is refused. Programs compare these words: they stay as they are."""
+
+    INVALID_VALUE = "INVALID_VALUE"
+    """The value is out of range, or does not go with another field."""
+    MISSING_FIELD = "MISSING_FIELD"
+    """The field must be set."""
+    UNKNOWN_FIELD = "UNKNOWN_FIELD"
+    """There is no such field."""
+    NOT_SUPPORTED = "NOT_SUPPORTED"
+    """The field asks for what is not to be had here."""
+    UNKNOWN_TOKEN_ID = "UNKNOWN_TOKEN_ID"  # no password
+    """A token id is not in the model's vocabulary."""
+    NO_TOKENIZER = "NO_TOKENIZER"
+    """The field has text, and the gateway has no tokenizer."""
+    CONTEXT_LENGTH_EXCEEDED = "CONTEXT_LENGTH_EXCEEDED"
+    """The prompt does not fit the model's context."""
+    UNREADABLE = "UNREADABLE"
+    """The request could not be parsed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Violation:
+    """One field that is bad: its name as in the request, and what is wrong with it."""
+
+    field: str
+    problem: str
+    reason: Reason = Reason.INVALID_VALUE
+
+    def __str__(self) -> str:
+        return f"{self.field}: {self.problem}"
+
+
 class InvalidArgumentError(OutriderError):
-    """A field of the request is bad; trying again will not help. The message starts with the field's name."""
+    """Fields of the request are bad; trying again will not help. The message starts with the first one's name."""
 
     code = grpc.StatusCode.INVALID_ARGUMENT
 
-    def __init__(self, field: str, problem: str) -> None:
-        super().__init__(f"{field}: {problem}")
-        self.field = field
+    def __init__(self, field: str, problem: str, reason: Reason = Reason.INVALID_VALUE) -> None:
+        self._set(Violation(field, problem, reason))
+
+    @classmethod
+    def of(cls, violations: Sequence[Violation]) -> InvalidArgumentError:
+        """The error for all of them, at least one."""
+        error = cls.__new__(cls)
+        error._set(*violations)
+        return error
+
+    def _set(self, *violations: Violation) -> None:
+        message = "; ".join(map(str, violations[:_NUM_TOLD]))
+        if more := violations[_NUM_TOLD:]:
+            message += f"; and {len(more)} more: {', '.join(violation.field for violation in more)}"
+        super().__init__(message)
+        self.violations = violations
+
+    @property
+    def field(self) -> str:
+        """The first bad field."""
+        return self.violations[0].field
+
+    @property
+    def reason(self) -> Reason:
+        """Why the first one is bad."""
+        return self.violations[0].reason
 
 
 class ResourceExhaustedError(OutriderError):

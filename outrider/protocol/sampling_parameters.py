@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from outrider.protocol.errors import InvalidArgumentError
+from outrider.protocol.errors import InvalidArgumentError, Reason
+from outrider.protocol.violations import Violations
 from outrider.v1 import common_pb2
 
 MAX_LOGIT_BIAS_ENTRIES = 300
@@ -69,9 +70,10 @@ class SamplingParameters:
     ) -> SamplingParameters:
         """The parameters of a request, defaults filled in.
 
-        Raises InvalidArgumentError naming the field as `prefix`.field. Biased token ids are held against
+        Raises InvalidArgumentError naming each bad field as `prefix`.field. Biased token ids are held against
         `vocabulary_size` unless it is 0.
         """
+        violations = Violations()
 
         def number(name: str, default: float, low: float, high: float, *, is_low_open: bool = False) -> float:
             if not message.HasField(name):
@@ -79,16 +81,14 @@ class SamplingParameters:
             value: float = getattr(message, name)
             if not math.isfinite(value) or not low <= value <= high or (is_low_open and value == low):
                 bounds = f"{'above' if is_low_open else 'at least'} {low:g} and at most {high:g}"
-                raise InvalidArgumentError(f"{prefix}.{name}", f"must be a number {bounds}, is {value:g}")
+                violations.add(f"{prefix}.{name}", f"must be a number {bounds}, is {value:g}")
             return value
 
         temperature = number("temperature", 1.0, 0.0, MAX_TEMPERATURE)
         # A wire's float32 is a little less than the limit that a client wrote.
         if 0.0 < temperature < MIN_TEMPERATURE * (1 - 1e-6):
-            raise InvalidArgumentError(
-                f"{prefix}.temperature", f"must be 0 for greedy decoding or at least {MIN_TEMPERATURE:g}"
-            )
-        return cls(
+            violations.add(f"{prefix}.temperature", f"must be 0 for greedy decoding or at least {MIN_TEMPERATURE:g}")
+        parameters = cls(
             temperature=temperature,
             top_k=message.top_k,
             top_p=number("top_p", 1.0, 0.0, 1.0, is_low_open=True),
@@ -96,17 +96,21 @@ class SamplingParameters:
             repetition_penalty=number("repetition_penalty", 1.0, 0.0, 10.0, is_low_open=True),
             presence_penalty=number("presence_penalty", 0.0, -2.0, 2.0),
             frequency_penalty=number("frequency_penalty", 0.0, -2.0, 2.0),
-            logit_bias=_checked_bias(message.logit_bias, vocabulary_size, f"{prefix}.logit_bias"),
+            logit_bias=dict(message.logit_bias),
             seed=message.seed,
         )
+        with violations.collecting():
+            _check_bias(parameters.logit_bias, vocabulary_size, f"{prefix}.logit_bias")
+        violations.check()
+        return parameters
 
 
-def _checked_bias(bias: Mapping[int, float], vocabulary_size: int, name: str) -> dict[int, float]:
+def _check_bias(bias: Mapping[int, float], vocabulary_size: int, name: str) -> None:
     if len(bias) > MAX_LOGIT_BIAS_ENTRIES:
         raise InvalidArgumentError(name, f"has {len(bias)} entries, at most {MAX_LOGIT_BIAS_ENTRIES} are taken")
     for token_id, value in bias.items():
         if vocabulary_size and token_id >= vocabulary_size:
-            raise InvalidArgumentError(name, f"token id {token_id} is not below the vocabulary size {vocabulary_size}")
+            problem = f"token id {token_id} is not below the vocabulary size {vocabulary_size}"
+            raise InvalidArgumentError(name, problem, Reason.UNKNOWN_TOKEN_ID)
         if not math.isfinite(value) or not -100.0 <= value <= 100.0:
             raise InvalidArgumentError(name, f"the bias of token id {token_id} must be from -100 to 100, is {value:g}")
-    return dict(bias)

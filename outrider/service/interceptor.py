@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, NoReturn
 
 import grpc
@@ -14,11 +14,15 @@ from google.protobuf.message import DecodeError
 from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
-from outrider.protocol.errors import OutriderError, code_number
+from outrider.protocol.errors import InvalidArgumentError, OutriderError, Reason, Violation, code_number
 
 logger = logging.getLogger(__name__)
 
 OUR_METHODS = "/outrider.v1."
+# Whose the reasons in an ErrorInfo are.
+ERROR_DOMAIN = "outrider"
+# Clients take some 8 KiB of trailers, and a request has some twenty fields.
+_MAX_DESCRIPTION = 160
 
 
 class _Unparseable:
@@ -28,8 +32,9 @@ class _Unparseable:
 class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs alone
     """Turns exceptions of our handlers into statuses and refuses calls for which `gate` raises, given their context.
 
-    An OutriderError ends the call with its own status (where it names a delay, with a RetryInfo and gRPC's pushback), a
-    message that does not parse with INVALID_ARGUMENT, anything else with INTERNAL and a logged traceback.
+    An OutriderError ends the call with its own status (with a RetryInfo and gRPC's pushback where it names a delay,
+    with a BadRequest and an ErrorInfo where it names fields), a message that does not parse with INVALID_ARGUMENT,
+    anything else with INTERNAL and a logged traceback.
     """
 
     def __init__(self, gate: Callable[[Any], None]) -> None:
@@ -104,9 +109,7 @@ def _lenient(deserializer: Callable[[bytes], Any]) -> Callable[[bytes], Any]:
 
 def _parsed(request: Any) -> Any:
     if isinstance(request, _Unparseable):
-        error = OutriderError("request: the bytes are not a message of this method's type")
-        error.code = grpc.StatusCode.INVALID_ARGUMENT
-        raise error
+        raise InvalidArgumentError("request", "the bytes are not a message of this method's type", Reason.UNREADABLE)
     return request
 
 
@@ -126,9 +129,24 @@ async def _abort(context: Any, error: OutriderError) -> NoReturn:
         # clients that were refused at the same moment.
         milliseconds = error.retry_delay_seconds * 1e3 * random.uniform(0.8, 1.2)
         pushback = (("grpc-retry-pushback-ms", str(math.ceil(milliseconds))),)
+    if isinstance(error, InvalidArgumentError):
+        info = error_details_pb2.ErrorInfo(reason=error.reason, domain=ERROR_DOMAIN)
+        status.details.add().Pack(info)
+        status.details.add().Pack(_bad_request(error.violations))
     details = rpc_status.to_status(status)
     await context.abort(details.code, details.details, (*details.trailing_metadata, *pushback))
     raise AssertionError("abort always raises")
+
+
+def _bad_request(violations: Sequence[Violation]) -> Any:
+    return error_details_pb2.BadRequest(
+        field_violations=[
+            error_details_pb2.BadRequest.FieldViolation(
+                field=violation.field, description=violation.problem[:_MAX_DESCRIPTION], reason=violation.reason
+            )
+            for violation in violations
+        ]
+    )
 
 
 async def _abort_internal(context: Any) -> NoReturn:

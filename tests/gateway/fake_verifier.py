@@ -179,6 +179,7 @@ class RunningGateway:
     stub: generation_pb2_grpc.GenerationServiceAsyncStub
     channel: grpc.aio.Channel
     stop: Callable[[], Any]
+    gateway_address: str
 
     @property
     def num_sequences(self) -> int:
@@ -227,7 +228,7 @@ async def running_gateway(
         await asyncio.wait_for(server.start(), 10)
         async with grpc.aio.insecure_channel(server.address) as channel:
             stub = generation_pb2_grpc.GenerationServiceStub(channel)
-            yield RunningGateway(server._component, stub, channel, stop)  # type: ignore[arg-type]
+            yield RunningGateway(server._component, stub, channel, stop, server.address)  # type: ignore[arg-type]
     finally:
         if not is_stopped:
             await asyncio.wait_for(server.stop(), 10)

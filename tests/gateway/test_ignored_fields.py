@@ -67,7 +67,8 @@ async def test_strict_requests_are_refused_with_all_names(verifier: FakeVerifier
         body = {"prompt": "a", "beam_width": 3, "stream": True, "stream_options": {"every": 2}}
         error = (await client.post("/v1/completions", json=body)).json()["error"]
         assert error["param"] == "beam_width"
-        assert "beam_width, stream_options.every" in error["message"]
+        assert error["message"].count("Unrecognized request argument supplied: ") == 2
+        assert "stream_options.every" in error["message"]
         # Known, and asking for nothing.
         verifier.script = saying(tokenizer)
         answer = await client.post("/v1/completions", json={"prompt": "a", "suffix": "", "best_of": 1})

@@ -12,12 +12,15 @@ from outrider.protocol.errors import (
     InternalError,
     InvalidArgumentError,
     OutriderError,
+    Reason,
     RelayedError,
     ResourceExhaustedError,
     UnavailableError,
+    Violation,
     code_number,
     from_code_number,
 )
+from outrider.protocol.violations import Violations
 
 
 def test_numbers_are_those_of_google_rpc() -> None:
@@ -53,6 +56,31 @@ def test_a_bad_field_comes_first() -> None:
         "sampling.top_p: is 7",
         grpc.StatusCode.INVALID_ARGUMENT,
     )
+
+
+def test_several_bad_fields_are_one_error() -> None:
+    violations = [Violation(name, "is bad") for name in "abcde"]
+    error = InvalidArgumentError.of([Violation("top_p", "is 7", Reason.NOT_SUPPORTED), *violations])
+    assert error.message == "top_p: is 7; a: is bad; b: is bad; and 3 more: c, d, e"
+    assert (error.field, error.reason, error.code) == ("top_p", "NOT_SUPPORTED", grpc.StatusCode.INVALID_ARGUMENT)
+    assert error.violations[1:] == tuple(violations)
+
+
+def test_collecting_goes_on_behind_each_error() -> None:
+    """Catches a caller who repairs one field after the other, with a refusal for each."""
+    violations = Violations()
+    violations.check()
+    with violations.collecting():
+        raise InvalidArgumentError("a", "is bad")
+    violations.add("b", "is bad as well", Reason.NOT_SUPPORTED)
+    with pytest.raises(UnavailableError), violations.collecting():
+        raise UnavailableError("no business of a collector's")
+    with pytest.raises(InvalidArgumentError) as caught:
+        violations.check()
+    assert [(found.field, found.reason) for found in caught.value.violations] == [
+        ("a", "INVALID_VALUE"),
+        ("b", "NOT_SUPPORTED"),
+    ]
 
 
 @pytest.mark.parametrize(

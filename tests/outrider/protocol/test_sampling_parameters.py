@@ -66,6 +66,17 @@ def test_ranges(name: str, good: list[float], bad: list[float]) -> None:
             parse(**{name: value})
 
 
+def test_all_that_is_bad_is_named_at_once() -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        parse(temperature=-1, top_p=7, min_p=0.5, frequency_penalty=3, logit_bias={100: 1.0})
+    assert [(found.field, found.reason) for found in caught.value.violations] == [
+        ("sampling.temperature", "INVALID_VALUE"),
+        ("sampling.top_p", "INVALID_VALUE"),
+        ("sampling.frequency_penalty", "INVALID_VALUE"),
+        ("sampling.logit_bias", "UNKNOWN_TOKEN_ID"),
+    ]
+
+
 @pytest.mark.parametrize(
     "bias", [{100: 1.0}, {1: 100.1}, {1: -100.1}, {1: math.nan}, dict.fromkeys(range(301), 0.5)], ids=str
 )

@@ -11,7 +11,15 @@ import pytest
 from google.rpc import error_details_pb2
 from grpc_status import rpc_status
 
-from outrider.protocol.errors import InvalidArgumentError, OutriderError, ResourceExhaustedError, UnavailableError
+from outrider.protocol.errors import (
+    InvalidArgumentError,
+    NotFoundError,
+    OutriderError,
+    Reason,
+    ResourceExhaustedError,
+    UnavailableError,
+    Violation,
+)
 from outrider.service.interceptor import ErrorInterceptor
 from outrider.v1 import generation_pb2, generation_pb2_grpc, verifier_pb2, verifier_pb2_grpc
 
@@ -95,7 +103,7 @@ def raising(error: Exception) -> Fail:
 
 @pytest.mark.parametrize(
     "error",
-    [InvalidArgumentError("top_p", "is 7"), UnavailableError("later"), ResourceExhaustedError("full")],
+    [NotFoundError("gone"), UnavailableError("later"), ResourceExhaustedError("full")],
     ids=lambda error: type(error).__name__,
 )
 async def test_our_errors_keep_their_status_and_message(error: OutriderError) -> None:
@@ -118,6 +126,25 @@ async def test_a_retry_delay_travels_as_retry_info_and_for_grpcs_own_retries() -
             pushbacks.append(int(dict(found.trailing_metadata())["grpc-retry-pushback-ms"]))
         assert all(1000 <= pushback <= 1501 for pushback in pushbacks)
         assert len(set(pushbacks)) > 1, "clients that were refused at once would all come back at once"
+
+
+async def test_bad_fields_travel_as_a_bad_request_with_a_reason() -> None:
+    """Catches a client that has to read sentences to learn what was wrong."""
+    violations = [Violation("top_p", "is 7"), Violation("tools", "x" * 900, Reason.NOT_SUPPORTED)]
+    async with channel_to(raising(InvalidArgumentError.of(violations))) as (channel, _):
+        for found in await call_all(channel):
+            assert found.code() == grpc.StatusCode.INVALID_ARGUMENT
+            assert str(found.details()).startswith("top_p: is 7; tools: xxx")
+            details = rpc_status.from_call(found).details
+            info, bad_request = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest()
+            assert details[0].Unpack(info)
+            assert details[1].Unpack(bad_request)
+            assert (info.reason, info.domain) == ("INVALID_VALUE", "outrider")
+            first, second = bad_request.field_violations
+            assert (first.field, first.description, first.reason) == ("top_p", "is 7", "INVALID_VALUE")
+            assert (second.field, second.reason) == ("tools", "NOT_SUPPORTED")
+            # What quotes a client's own words must not outgrow the trailers.
+            assert 100 < len(second.description) < 200
 
 
 async def test_anything_else_is_a_bug_whose_text_stays_here(caplog: pytest.LogCaptureFixture) -> None:
