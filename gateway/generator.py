@@ -13,6 +13,7 @@ from contextlib import aclosing, contextmanager
 
 import grpc
 
+from gateway.adjustments import adjust
 from gateway.admission import Admission, Place
 from gateway.auth import ANONYMOUS, Caller
 from gateway.metrics import GatewayMetrics
@@ -85,6 +86,7 @@ class Generator:
             request_trace.metrics = RequestMetrics(self._metrics, request_trace.operation, self.model_name)
         request_trace.called_by(caller.name)
         check_request(request, self._pool.model, has_tokenizer=self._tokenizer is not None)
+        adjustments = adjust(request)
         try:
             place = await self._admission.place(caller, seconds_left=seconds_left)
         finally:
@@ -107,6 +109,7 @@ class Generator:
                 model=self.model_name,
                 num_prompt_tokens=len(prompt_token_ids),
                 seed=request.sampling.seed if request.sampling.HasField("seed") else secrets.randbits(63),
+                adjustments=adjustments,
             )
             if request_trace.metrics is not None:
                 request_trace.metrics.tokenized(len(prompt_token_ids))

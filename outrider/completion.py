@@ -70,6 +70,14 @@ class Token:
 
 
 @dataclass(frozen=True, slots=True)
+class Adjustment:
+    """A field of the request that was taken otherwise than it said, and how."""
+
+    field: str
+    detail: str
+
+
+@dataclass(frozen=True, slots=True)
 class Started:
     """The request has a place."""
 
@@ -77,6 +85,7 @@ class Started:
     model: str
     num_prompt_tokens: int
     seed: int
+    adjustments: tuple[Adjustment, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,6 +166,7 @@ class Completion:
     usage: Usage
     speculation: SpeculationStatistics
     timings: Timings
+    adjustments: tuple[Adjustment, ...] = ()
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -211,6 +221,7 @@ class CompletionBuilder:
             usage=finished.usage,
             speculation=finished.speculation,
             timings=finished.timings,
+            adjustments=started.adjustments,
         )
 
 
@@ -242,7 +253,13 @@ def event_from_proto(response: generation_pb2.GenerateResponse) -> Event | None:
     match response.WhichOneof("event"):
         case "started":
             started = response.started
-            return Started(started.request_id, started.model, started.num_prompt_tokens, started.seed)
+            return Started(
+                started.request_id,
+                started.model,
+                started.num_prompt_tokens,
+                started.seed,
+                tuple(Adjustment(adjustment.field, adjustment.detail) for adjustment in started.adjustments),
+            )
         case "chunk":
             return Chunk(response.chunk.text, tuple(_token(token) for token in response.chunk.tokens))
         case "finished":

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gateway.http.errors import api_name
 from gateway.http.logprobs import TokenNames, chat_logprobs, completion_logprobs
 from gateway.request_trace import FINISH_REASONS
 from outrider.v1 import common_pb2, generation_pb2
@@ -201,6 +202,9 @@ def _report(started: generation_pb2.Started, finished: generation_pb2.Finished) 
         "seed": started.seed,
         "finish_reason": _word(generation_pb2.FinishReason, finished.finish_reason),
         "stop_string": finished.stop_string or None,
+        "adjustments": [
+            {"field": api_name(adjustment.field), "detail": adjustment.detail} for adjustment in started.adjustments
+        ],
         "speculation": {
             "steps": speculation.num_steps,
             "drafted": speculation.num_draft_tokens,

@@ -89,11 +89,16 @@ def from_exception(error: Exception, names: Mapping[str, str]) -> ApiError:
             return ApiError(500, "internal error, see the service's log", SERVER_ERROR)
 
 
+def api_name(field: str) -> str:
+    """A field's name without its group, of which the API has none."""
+    return _GROUP.sub("", field)
+
+
 def renamed(violations: Sequence[Violation], names: Mapping[str, str]) -> list[Violation]:
-    """The same with the API's names: it has no groups of fields, and `names` says what else it calls differently."""
+    """The same with the API's names; `names` has those that differ by more than the group."""
     found = []
     for violation in violations:
-        name = _GROUP.sub("", violation.field)
+        name = api_name(violation.field)
         found.append(replace(violation, field=names.get(name, name)))
     return found
 

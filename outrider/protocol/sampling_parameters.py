@@ -12,7 +12,8 @@ from outrider.protocol.violations import Violations
 from outrider.v1 import common_pb2
 
 MAX_LOGIT_BIAS_ENTRIES = 300
-# Far below it, dividing logits by the temperature leaves float32's range; such a request means greedy decoding.
+# Far below it, dividing logits by the temperature leaves float32's range. Lower ones but 0 are raised to it: the most
+# likely token has nearly all probability at either.
 MIN_TEMPERATURE = 0.01
 MAX_TEMPERATURE = 100.0
 
@@ -68,7 +69,7 @@ class SamplingParameters:
     def from_message(
         cls, message: common_pb2.SamplingParameters, *, vocabulary_size: int = 0, prefix: str = "sampling"
     ) -> SamplingParameters:
-        """The parameters of a request, defaults filled in.
+        """The parameters of a request, defaults filled in, a temperature that is too low raised.
 
         Raises InvalidArgumentError naming each bad field as `prefix`.field. Biased token ids are held against
         `vocabulary_size` unless it is 0.
@@ -85,11 +86,8 @@ class SamplingParameters:
             return value
 
         temperature = number("temperature", 1.0, 0.0, MAX_TEMPERATURE)
-        # A wire's float32 is a little less than the limit that a client wrote.
-        if 0.0 < temperature < MIN_TEMPERATURE * (1 - 1e-6):
-            violations.add(f"{prefix}.temperature", f"must be 0 for greedy decoding or at least {MIN_TEMPERATURE:g}")
         parameters = cls(
-            temperature=temperature,
+            temperature=max(temperature, MIN_TEMPERATURE) if temperature else 0.0,
             top_k=message.top_k,
             top_p=number("top_p", 1.0, 0.0, 1.0, is_low_open=True),
             min_p=number("min_p", 0.0, 0.0, 1.0),

@@ -29,6 +29,14 @@ def test_zero_is_not_unset() -> None:
     assert parse(temperature=0.0).is_greedy
 
 
+@pytest.mark.parametrize("value", [1e-30, 0.009, 0.01])
+def test_a_temperature_that_is_too_low_is_raised(value: float) -> None:
+    """Catches logits that are divided into infinities, and a request to sample that is taken as greedy."""
+    found = parse(temperature=value)
+    assert found.temperature == 0.01
+    assert not found.is_greedy
+
+
 @pytest.mark.parametrize(
     "fields",
     [{"repetition_penalty": 1.1}, {"presence_penalty": -0.5}, {"frequency_penalty": 0.1}, {"logit_bias": {3: 0.0}}],
@@ -50,7 +58,7 @@ def test_a_message_there_and_back() -> None:
 @pytest.mark.parametrize(
     ("name", "good", "bad"),
     [
-        ("temperature", [0, 0.01, 100], [-1, 0.009, 101]),
+        ("temperature", [0, 0.01, 100], [-1, 101]),
         ("top_p", [0.001, 1], [0, 1.001, -1]),
         ("min_p", [0, 1], [-0.001, 1.001]),
         ("repetition_penalty", [0.001, 10], [0, -1, 10.01]),
