@@ -20,22 +20,29 @@ class TokenHistory:
         prompt_token_ids: Iterable[int],
         output_token_ids: Iterable[int] = (),
         logit_bias: Mapping[int, float] | None = None,
+        *,
+        banned_token_ids: Iterable[int] = (),
+        min_output: int = 0,
     ) -> None:
+        """`banned_token_ids` have probability 0 until the output has `min_output` tokens."""
         self._slots: dict[int, int] = {}
         self._token_ids: list[int] = []
         self._in_prompt: list[bool] = []
         self._output_counts: list[int] = []
         self._biases: list[float] = []
+        self._num_missing = min_output
         for token_id in dict.fromkeys(prompt_token_ids):
             self._in_prompt[self._slot(int(token_id))] = True
         for token_id, bias in (logit_bias or {}).items():
             self._biases[self._slot(int(token_id))] = float(bias)
+        self._banned_slots = [self._slot(token_id) for token_id in banned_token_ids]
         self.append(output_token_ids)
 
     def append(self, token_ids: Iterable[int]) -> None:
         """Count committed output tokens."""
         for token_id in token_ids:
             self._output_counts[self._slot(int(token_id))] += 1
+            self._num_missing -= 1
 
     def _slot(self, token_id: int) -> int:
         slot = self._slots.setdefault(token_id, len(self._token_ids))
@@ -49,14 +56,20 @@ class TokenHistory:
     def entries(
         self, draft_token_ids: Iterable[int]
     ) -> tuple[IntArray, npt.NDArray[np.bool_], IntArray, npt.NDArray[np.float32]]:
-        """Token ids, whether each is in the prompt, its count in the output, its bias; drafted tokens included."""
+        """Token ids, whether each is in the prompt, its count in the output, its bias; drafted tokens included.
+
+        What is banned is so for all rows of a step: its draft tokens must not reach the minimum of the output.
+        """
         added = [token_id for token_id in dict.fromkeys(map(int, draft_token_ids)) if token_id not in self._slots]
         absent = [False] * len(added)
+        biases = np.array(self._biases + absent, dtype=np.float32)
+        if self._num_missing > 0:
+            biases[self._banned_slots] = -np.inf
         return (
             np.array(self._token_ids + added, dtype=np.int32),
             np.array(self._in_prompt + absent, dtype=np.bool_),
             np.array(self._output_counts + absent, dtype=np.int32),
-            np.array(self._biases + absent, dtype=np.float32),
+            biases,
         )
 
 

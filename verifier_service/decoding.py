@@ -7,6 +7,7 @@ from typing import Any
 
 from engine.sampling_tensors import new_history
 from kernels.limits import MAX_DRAFT_TOKENS
+from kernels.penalties import TokenHistory
 from outrider.protocol.errors import InvalidArgumentError
 from outrider.protocol.sampling_parameters import SamplingParameters
 from outrider.protocol.wire import unpack_tokens
@@ -65,6 +66,9 @@ def parse_opening(
     _check_enum("no_drafter_reason", message.no_drafter_reason, common_pb2.FallbackReason)
     if message.verification == common_pb2.VERIFICATION_GREEDY and not sampling.is_greedy:
         raise InvalidArgumentError("verification", "GREEDY needs temperature 0: above, it would change the output")
+    eos_token_ids = frozenset[int]() if message.ignore_eos else limits.eos_token_ids
+    ending_token_ids = eos_token_ids.union(message.stop_token_ids)
+    has_minimum = message.min_tokens > len(token_ids) - num_prompt_tokens and bool(ending_token_ids)
     return TargetSequence(
         session_id=session_id,
         sequence_id=message.sequence_id,
@@ -73,7 +77,7 @@ def parse_opening(
         num_prompt_tokens=num_prompt_tokens,
         sampling=sampling,
         length_limit=length_limit,
-        eos_token_ids=frozenset() if message.ignore_eos else limits.eos_token_ids,
+        eos_token_ids=eos_token_ids,
         stop_token_ids=frozenset(message.stop_token_ids),
         num_logprobs=message.logprobs if message.HasField("logprobs") else None,
         # More than the graphs hold would slow down everybody who shares a step with it.
@@ -83,7 +87,16 @@ def parse_opening(
         traceparent=message.traceparent,
         request_id=message.request_id,
         arrived_ns=arrived_ns,
-        history=new_history(sampling, token_ids, num_prompt_tokens),
+        history=TokenHistory(
+            token_ids[:num_prompt_tokens],
+            token_ids[num_prompt_tokens:],
+            sampling.logit_bias,
+            banned_token_ids=ending_token_ids,
+            min_output=message.min_tokens,
+        )
+        if has_minimum
+        else new_history(sampling, token_ids, num_prompt_tokens),
+        min_length=num_prompt_tokens + message.min_tokens if has_minimum else 0,
     )
 
 

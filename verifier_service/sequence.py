@@ -42,8 +42,10 @@ class TargetSequence:
     request_id: str
     arrived_ns: int
 
-    # Token counts for penalties; None where there are none.
+    # Token counts for penalties and for what is banned below `min_length`; None where there are none.
     history: TokenHistory | None
+    # Nothing but the limit ends the sequence before it is this long, prompt included.
+    min_length: int = 0
     # None unless the request's trace is sampled.
     trace: SequenceTrace | None = None
     fallbacks: list[common_pb2.Fallback] = field(default_factory=list)  # not yet reported
@@ -90,8 +92,12 @@ class TargetSequence:
 
     @property
     def num_wanted_drafts(self) -> int:
-        """Most draft tokens that a step could use: the step commits one more token than it accepts."""
-        room = self.length_limit - len(self.token_ids) - 1
+        """Most draft tokens that a step could use: the step commits one more token than it accepts.
+
+        All its tokens are below the minimum or none is: what is banned is so for a whole step.
+        """
+        length = len(self.token_ids)
+        room = (self.min_length if length < self.min_length < self.length_limit else self.length_limit) - length - 1
         return self.max_draft_tokens if room >= self.max_draft_tokens else max(room, 0)
 
     @property

@@ -198,6 +198,30 @@ def test_repetition_penalty_agrees_with_transformers() -> None:
     torch.testing.assert_close(rows.dense(slice(None)), expected)
 
 
+def test_what_is_banned_is_so_until_the_output_is_long_enough(triton_device: TritonDevice) -> None:
+    """Catches a ban that a bias can lift, that reaches other tokens, or that never ends."""
+    logits = torch.tensor([[5.0, -1.0, 0.0, 2.0, 1e30]])
+    nothing = torch.empty(0, dtype=torch.int32)
+    history = TokenHistory([3], [2], {3: 100.0, 1: 1.0}, banned_token_ids=[0, 3, 4, 99], min_output=2)
+
+    def penalties() -> Penalties | None:
+        return Penalties.build([PenalizedSequence(0, history)], np.array([0, 0]), np.array([], dtype=np.int64))
+
+    def on_triton() -> torch.Tensor:
+        with triton_device() as device:
+            rows = apply_penalties(*(moved(value, device) for value in (logits, penalties(), nothing)))
+        assert rows.replacements is not None
+        return rows.replacements.cpu()
+
+    expected = torch.tensor([[-torch.inf, 0.0, 0.0, -torch.inf, -torch.inf]])
+    assert torch.equal(apply_penalties(logits, penalties(), nothing).dense(slice(None)), expected)
+    assert torch.equal(on_triton(), expected)
+    history.append([2])
+    expected = torch.tensor([[5.0, 0.0, 0.0, 102.0, 1e30]])
+    assert torch.equal(apply_penalties(logits, penalties(), nothing).dense(slice(None)), expected)
+    assert torch.equal(on_triton(), expected)
+
+
 def test_token_ids_outside_the_vocabulary_are_skipped(triton_device: TritonDevice) -> None:
     logits = torch.randn(1, 16)
     history = TokenHistory([2, 40], [-3, 5], {99: 1.0})

@@ -159,7 +159,7 @@ def p_values(results: Sequence[Result], target: Path, case: Case) -> dict[str, f
     return single | pairs
 
 
-async def sample(client: DecodeClient, drafter: str, case: Case, first_seed: int) -> list[Result]:
+async def sample(client: DecodeClient, drafter: str, case: Case, first_seed: int, **fields: Any) -> list[Result]:
     """Many sequences that differ in their seed alone, as many at once as the verifier takes."""
     return await asyncio.gather(
         *(
@@ -170,6 +170,7 @@ async def sample(client: DecodeClient, drafter: str, case: Case, first_seed: int
                 max_draft_tokens=3,
                 seed=first_seed + index,
                 sampling=case.sampling,
+                **fields,
             )
             for index in range(NUM_SEQUENCES)
         )
