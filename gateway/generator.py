@@ -22,7 +22,7 @@ from gateway.request_metrics import RequestMetrics
 from gateway.request_trace import RequestTrace
 from gateway.sequence import Sequence
 from gateway.tokenizer import Tokenizer
-from gateway.validation import check_prompt, check_request
+from gateway.validation import check_prompt, check_request, kept_tokens
 from gateway.verifier_pool import Route, VerifierPool
 from gateway.watcher import Event as Event
 from gateway.watcher import Watcher
@@ -72,14 +72,12 @@ class Generator:
         *,
         caller: Caller = ANONYMOUS,
         seconds_left: float | None = None,
-        has_special_tokens: bool = False,
     ) -> AsyncGenerator[Event, None]:
         """The events of one completion: Started, Chunks, Finished. Raises OutriderError.
 
         What is cheap to check is checked before the request waits for a place; tokenizing is not cheap. Nothing comes
         before the verifier's first answer, so that a sequence it refuses can still go elsewhere. Closing the generator
         at any point closes the sequence at the verifier. `seconds_left` is the time until the call's deadline.
-        `has_special_tokens`: the tokenizer adds none to the prompt's text, which has them already.
         """
         arrived, arrived_ns = time.monotonic(), time.time_ns()
         if self._metrics is not None:
@@ -92,14 +90,11 @@ class Generator:
         finally:
             request_trace.queued(arrived_ns, time.time_ns())
         with place:
-            prompt_token_ids = await self._tokenize(
-                request, place, request_trace, add_special_tokens=not has_special_tokens
-            )
-            detokenizer = self._tokenizer.detokenizer() if self._tokenizer is not None else None
+            prompt_token_ids = await self._tokenize(request, place, request_trace)
             sequence = Sequence(
                 next(self._sequence_ids),
                 prompt_token_ids,
-                OutputText(detokenizer, request.stopping.stop),
+                self._output_text(request),
                 arrived,
                 has_token_texts=request.token_texts,
             )
@@ -110,6 +105,7 @@ class Generator:
                 num_prompt_tokens=len(prompt_token_ids),
                 seed=request.sampling.seed if request.sampling.HasField("seed") else secrets.randbits(63),
                 adjustments=adjustments,
+                prompt_token_ids=prompt_token_ids if request.prompt_token_ids else (),
             )
             if request_trace.metrics is not None:
                 request_trace.metrics.tokenized(len(prompt_token_ids))
@@ -138,25 +134,33 @@ class Generator:
         finally:
             watcher.left(sequence)
 
+    def _output_text(self, request: generation_pb2.GenerateRequest) -> OutputText:
+        detokenizer = None
+        if self._tokenizer is not None:
+            detokenizer = self._tokenizer.detokenizer(shows_special=request.show_special_tokens)
+        stopping = request.stopping
+        return OutputText(
+            detokenizer, stopping.stop, min_tokens=stopping.min_tokens, includes_stop=stopping.include_stop
+        )
+
     async def _tokenize(
-        self,
-        request: generation_pb2.GenerateRequest,
-        place: Place,
-        request_trace: RequestTrace,
-        *,
-        add_special_tokens: bool,
+        self, request: generation_pb2.GenerateRequest, place: Place, request_trace: RequestTrace
     ) -> list[int]:
+        """The prompt's tokens, those left out that the request does not want."""
         if request.WhichOneof("input") == "token_ids":
-            return list(request.token_ids.ids)
+            return list(kept_tokens(request, request.token_ids.ids, self._pool.model))
         assert self._tokenizer is not None
         began = time.time_ns()
-        encoding = asyncio.ensure_future(self._tokenizer.encode(request.prompt, add_special_tokens=add_special_tokens))
+        encoding = asyncio.ensure_future(
+            self._tokenizer.encode(request.prompt, add_special_tokens=not request.has_special_tokens)
+        )
         # A long text is tokenized in a thread, which goes on when the client has left.
         place.holds_for(encoding)
         token_ids = await asyncio.shield(encoding)
         request_trace.tokenized(began, time.time_ns(), len(token_ids))
-        check_prompt("prompt", token_ids, self._pool.model)
-        return token_ids
+        kept = list(kept_tokens(request, token_ids, self._pool.model))
+        check_prompt("prompt", kept, self._pool.model)
+        return kept
 
     async def _decode(
         self,
@@ -252,6 +256,7 @@ def _opening(
         max_tokens=request.stopping.max_tokens,
         stop_token_ids=request.stopping.stop_token_ids,
         ignore_eos=request.stopping.ignore_eos,
+        min_tokens=request.stopping.min_tokens,
         drafter_address=route.drafter_address,
         no_drafter_reason=route.no_drafter_reason,
         max_draft_tokens=request.speculation.max_draft_tokens,

@@ -125,9 +125,10 @@ class Sequence:
         if update.HasField("ended"):
             self._end(update.ended)
         # The text of the token that ends a completion is left out; a stop string may still be complete before it.
-        is_last_silent = bool(token_ids) and self.finish_reason in (
-            generation_pb2.FINISH_REASON_EOS,
-            generation_pb2.FINISH_REASON_STOP_TOKEN,
+        is_last_silent = (
+            bool(token_ids)
+            and not self.output_text.includes_stop
+            and self.finish_reason in (generation_pb2.FINISH_REASON_EOS, generation_pb2.FINISH_REASON_STOP_TOKEN)
         )
         spoken = token_ids[:-1] if is_last_silent else token_ids
         token_texts: list[str] = []

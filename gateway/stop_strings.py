@@ -32,8 +32,8 @@ class StopStrings:
         self._matched = [0] * len(self._stop)
         self._held = ""
 
-    def push(self, text: str) -> Scan:
-        """Take more text. No push may follow a match."""
+    def push(self, text: str, *, can_match: bool = True) -> Scan:
+        """Take more text. No push may follow a match. Without `can_match`, a stop string that it completes is text."""
         buffer = self._held + text
         for offset, character in enumerate(text, start=len(self._held) + 1):
             for index, string in enumerate(self._stop):
@@ -43,7 +43,9 @@ class StopStrings:
                 length += string[length] == character
                 self._matched[index] = length
                 if length == len(string):
-                    return Scan(text=buffer[: offset - length], match=string)
+                    if can_match:
+                        return Scan(text=buffer[: offset - length], match=string)
+                    self._matched[index] = self._borders[index][-1]
         num_safe = len(buffer) - max(self._matched, default=0)
         self._held = buffer[num_safe:]
         return Scan(text=buffer[:num_safe])

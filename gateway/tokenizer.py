@@ -61,10 +61,14 @@ class Tokenizer:
             return self._encode(text, add_special_tokens)
         return await asyncio.to_thread(self._encode, text, add_special_tokens)
 
-    def decode(self, token_ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens skipped."""
-        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+    def decode(self, token_ids: Sequence[int], *, shows_special: bool = False) -> str:
+        """The text of token ids, special tokens skipped unless they are to be shown."""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=not shows_special)
         return text
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether a token stands for itself and not for text."""
+        return token_id in self._special
 
     def kind(self, token_id: int) -> TokenKind:
         """What a token means to the detokenizer."""
@@ -90,9 +94,9 @@ class Tokenizer:
             )
         return data
 
-    def detokenizer(self) -> Detokenizer:
+    def detokenizer(self, *, shows_special: bool = False) -> Detokenizer:
         """A detokenizer for one sequence."""
-        return Detokenizer(self)
+        return Detokenizer(_WithSpecialTokens(self) if shows_special else self)
 
     def check_fits(self, model: ServedModel) -> None:
         """Raise FailedPreconditionError when the model was made for another tokenizer."""
@@ -118,3 +122,17 @@ class Tokenizer:
         if self.has_byte_fallback and _BYTE_TOKEN.fullmatch(token):
             return TokenKind.BYTE
         return TokenKind.TEXT
+
+
+class _WithSpecialTokens:
+    """The same vocabulary, special tokens being text like any other."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self.has_byte_fallback = tokenizer.has_byte_fallback
+
+    def kind(self, token_id: int) -> TokenKind:
+        return TokenKind.TEXT if self._tokenizer.is_special(token_id) else self._tokenizer.kind(token_id)
+
+    def decode(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, shows_special=True)

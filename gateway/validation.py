@@ -45,6 +45,18 @@ def check_options(request: generation_pb2.GenerateRequest, model: ServedModel, *
     violations.check()
 
 
+def kept_tokens(request: generation_pb2.GenerateRequest, token_ids: Sequence[int], model: ServedModel) -> Sequence[int]:
+    """What is left of a prompt: its last tokens, as many as the request says, or all."""
+    if not request.HasField("truncate_prompt_tokens"):
+        return token_ids
+    num_kept = request.truncate_prompt_tokens
+    if num_kept == 0:
+        if not model.context_length:
+            return token_ids
+        num_kept = max(1, model.context_length - max(1, request.stopping.max_tokens))
+    return token_ids[-num_kept:]
+
+
 def check_prompt(field: str, token_ids: Sequence[int], model: ServedModel) -> None:
     """Raise InvalidArgumentError, naming `field`, unless the model can generate a token behind the prompt."""
     if not token_ids:
@@ -71,7 +83,7 @@ def _check_input(request: generation_pb2.GenerateRequest, model: ServedModel, *,
                 problem = "this gateway has no tokenizer, send token_ids"
                 raise InvalidArgumentError("prompt", problem, Reason.NO_TOKENIZER)
         case "token_ids":
-            check_prompt("token_ids", request.token_ids.ids, model)
+            check_prompt("token_ids", kept_tokens(request, request.token_ids.ids, model), model)
         case _:
             raise InvalidArgumentError("prompt", "one of prompt and token_ids must be set", Reason.MISSING_FIELD)
 
@@ -81,6 +93,8 @@ def _check_stopping(
 ) -> None:
     if stopping.HasField("max_tokens") and stopping.max_tokens < 1:
         violations.add("stopping.max_tokens", "must be at least 1")
+    elif stopping.HasField("max_tokens") and stopping.min_tokens > stopping.max_tokens:
+        violations.add("stopping.min_tokens", f"{stopping.min_tokens} is above max_tokens, {stopping.max_tokens}")
     with violations.collecting():
         _check_stop_strings(stopping.stop, has_tokenizer=has_tokenizer)
     with violations.collecting():

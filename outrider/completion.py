@@ -86,6 +86,8 @@ class Started:
     num_prompt_tokens: int
     seed: int
     adjustments: tuple[Adjustment, ...] = ()
+    prompt_token_ids: tuple[int, ...] = ()
+    """With `prompt_token_ids`: what the model was given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +169,7 @@ class Completion:
     speculation: SpeculationStatistics
     timings: Timings
     adjustments: tuple[Adjustment, ...] = ()
+    prompt_token_ids: tuple[int, ...] = ()
 
     @property
     def token_ids(self) -> tuple[int, ...]:
@@ -222,6 +225,7 @@ class CompletionBuilder:
             speculation=finished.speculation,
             timings=finished.timings,
             adjustments=started.adjustments,
+            prompt_token_ids=started.prompt_token_ids,
         )
 
 
@@ -259,6 +263,7 @@ def event_from_proto(response: generation_pb2.GenerateResponse) -> Event | None:
                 started.num_prompt_tokens,
                 started.seed,
                 tuple(Adjustment(adjustment.field, adjustment.detail) for adjustment in started.adjustments),
+                tuple(started.prompt_token_ids),
             )
         case "chunk":
             return Chunk(response.chunk.text, tuple(_token(token) for token in response.chunk.tokens))

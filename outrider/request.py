@@ -56,6 +56,10 @@ class GenerateOptions(TypedDict, total=False):
     """Token ids that end the completion."""
     ignore_eos: bool
     """Go on past the model's end-of-sequence tokens."""
+    min_tokens: int | None
+    """So many tokens come before any that ends the completion; until then, stop strings do not count either."""
+    include_stop: bool
+    """The text has the stop string, or the token's text, that ended it."""
     speculation: bool
     """False decodes with the target alone; default True."""
     max_draft_tokens: int | None
@@ -66,6 +70,14 @@ class GenerateOptions(TypedDict, total=False):
     """Report log-probabilities, with those of this many most likely tokens."""
     token_texts: bool
     """Report each token's own share of the text, `Token.text`; default False."""
+    show_special_tokens: bool
+    """Show special tokens in the text; default False."""
+    has_special_tokens: bool
+    """The prompt's text has those special tokens that the tokenizer would add; default False."""
+    truncate_prompt_tokens: int | None
+    """Keep so many of the prompt's last tokens; 0: as many as fit. Default: a prompt that is too long is refused."""
+    prompt_token_ids: bool
+    """Report the prompt's token ids, `Started.prompt_token_ids`; default False."""
     request_id: str
     """For logs and traces; default: drawn, see `Started.request_id`."""
 
@@ -87,11 +99,17 @@ def build_request(
     stop: str | Sequence[str] | None = None,
     stop_token_ids: Iterable[int] | None = None,
     ignore_eos: bool = False,
+    min_tokens: int | None = None,
+    include_stop: bool = False,
     speculation: bool = True,
     max_draft_tokens: int | None = None,
     verification: Verification | str | None = None,
     logprobs: int | None = None,
     token_texts: bool = False,
+    show_special_tokens: bool = False,
+    has_special_tokens: bool = False,
+    truncate_prompt_tokens: int | None = None,
+    prompt_token_ids: bool = False,
     request_id: str = "",
 ) -> generation_pb2.GenerateRequest:
     """The message for these options. Which values make sense is the gateway's to say: it alone knows the model.
@@ -101,7 +119,18 @@ def build_request(
     if prompt is not None and token_ids is not None:
         raise InvalidRequestError("prompt: give a prompt or token_ids, not both")
     request = generation_pb2.GenerateRequest()
-    _set(request, "", request_id=request_id, prompt=prompt, logprobs=logprobs, token_texts=token_texts)
+    _set(
+        request,
+        "",
+        request_id=request_id,
+        prompt=prompt,
+        logprobs=logprobs,
+        token_texts=token_texts,
+        show_special_tokens=show_special_tokens,
+        has_special_tokens=has_special_tokens,
+        truncate_prompt_tokens=truncate_prompt_tokens,
+        prompt_token_ids=prompt_token_ids,
+    )
     if token_ids is not None:
         request.token_ids.SetInParent()
         _extend(request.token_ids.ids, "token_ids", token_ids)
@@ -122,7 +151,14 @@ def build_request(
             request.sampling.logit_bias[token_id] = bias
         except ValueError as error:
             raise InvalidRequestError(f"sampling.logit_bias: {error}") from error
-    _set(request.stopping, "stopping.", max_tokens=max_tokens, ignore_eos=ignore_eos)
+    _set(
+        request.stopping,
+        "stopping.",
+        max_tokens=max_tokens,
+        ignore_eos=ignore_eos,
+        min_tokens=min_tokens,
+        include_stop=include_stop,
+    )
     _extend(request.stopping.stop, "stopping.stop", [stop] if isinstance(stop, str) else stop or ())
     _extend(request.stopping.stop_token_ids, "stopping.stop_token_ids", stop_token_ids or ())
     mode = generation_pb2.SPECULATION_MODE_AUTO if speculation else generation_pb2.SPECULATION_MODE_OFF

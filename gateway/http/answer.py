@@ -38,6 +38,8 @@ class Answer(ABC):
     object_name: str
     chunk_name: str
     id_prefix: str
+    # Whether each choice has a prompt of its own, as far as the answer shows.
+    has_prompts: bool
 
     def __init__(
         self,
@@ -50,6 +52,7 @@ class Answer(ABC):
         num_choices: int,
         has_logprobs: bool,
         has_tokens: bool,
+        has_token_ids: bool = False,
     ) -> None:
         """`prefixes` has the text before each choice; `num_choices` of them in a row share a prompt."""
         self._head = {"id": f"{self.id_prefix}-{request_id}", "created": int(time.time()), "model": model}
@@ -58,6 +61,8 @@ class Answer(ABC):
         self._num_choices = num_choices
         self._has_logprobs = has_logprobs
         self._has_tokens = has_tokens
+        self._has_token_ids = has_token_ids
+        self._keeps_tokens = has_logprobs or has_tokens or has_token_ids
         self.choices = [Choice(index, prefix) for index, prefix in enumerate(prefixes)]
 
     @abstractmethod
@@ -79,7 +84,7 @@ class Answer(ABC):
     def keep(self, choice: Choice, chunk: generation_pb2.Chunk) -> None:
         """Take new tokens of a choice, for the answer in one piece."""
         choice.texts.append(chunk.text)
-        if self._has_logprobs or self._has_tokens:
+        if self._keeps_tokens:
             choice.tokens.extend(chunk.tokens)
 
     def whole(self) -> dict[str, Any]:
@@ -87,21 +92,23 @@ class Answer(ABC):
         choices = []
         for choice in self.choices:
             item = {"index": choice.index, **self.complete(choice.prefix + "".join(choice.texts))}
-            choices.append(item | self._details(choice, choice.tokens) | self._ending(choice))
-        return self._object(self.object_name, choices) | {"usage": self.usage()}
+            item |= self._details(choice, choice.tokens) | self._ending(choice)
+            choices.append(item | self._prompt(choice, is_of_choice=True))
+        prompt = self._prompt(self.choices[0], is_of_choice=False)
+        return self._object(self.object_name, choices) | prompt | {"usage": self.usage()}
 
     def starts(self, choice: Choice) -> dict[str, Any] | None:
         """The first object of a choice in a stream."""
         opening = self.opening(choice)
         if opening is None:
             return None
-        return self._object(
-            self.chunk_name, [{"index": choice.index, **opening, "logprobs": None, "finish_reason": None}]
-        )
+        item = {"index": choice.index, **opening, "logprobs": None, "finish_reason": None}
+        item |= self._prompt(choice, is_of_choice=True)
+        return self._object(self.chunk_name, [item]) | self._prompt(choice, is_of_choice=False)
 
     def continues(self, choice: Choice, chunk: generation_pb2.Chunk) -> dict[str, Any] | None:
         """The object of a stream for new tokens, None where there is nothing to show yet."""
-        if not chunk.text and not (chunk.tokens and (self._has_logprobs or self._has_tokens)):
+        if not chunk.text and not (chunk.tokens and self._keeps_tokens):
             return None
         item = {
             "index": choice.index,
@@ -150,7 +157,15 @@ class Answer(ABC):
                 {"id": token.id, "text": token.text, "origin": _word(common_pb2.TokenOrigin, token.origin)}
                 for token in tokens
             ]
+        if self._has_token_ids:
+            details["token_ids"] = [token.id for token in tokens]
         return details
+
+    def _prompt(self, choice: Choice, *, is_of_choice: bool) -> dict[str, Any]:
+        """A choice's prompt where token ids were asked for and this is the object to show it."""
+        if not self._has_token_ids or is_of_choice != self.has_prompts:
+            return {}
+        return {"prompt_token_ids": list(choice.started.prompt_token_ids)}
 
     def _ending(self, choice: Choice) -> dict[str, Any]:
         finished = choice.finished
@@ -162,9 +177,10 @@ class CompletionAnswer(Answer):
 
     object_name = chunk_name = "text_completion"
     id_prefix = "cmpl"
+    has_prompts = True
 
     def opening(self, choice: Choice) -> dict[str, Any] | None:
-        return {"text": choice.prefix} if choice.prefix else None
+        return {"text": choice.prefix} if choice.prefix or self._has_token_ids else None
 
     def piece(self, text: str) -> dict[str, Any]:
         return {"text": text}
@@ -181,6 +197,7 @@ class ChatAnswer(Answer):
     object_name = "chat.completion"
     chunk_name = "chat.completion.chunk"
     id_prefix = "chatcmpl"
+    has_prompts = False
 
     def opening(self, choice: Choice) -> dict[str, Any] | None:
         return {"delta": {"role": "assistant", "content": ""}}

@@ -51,11 +51,17 @@ class Message(RequestModel):
 class ChatRequest(CommonRequest):
     """The body of `/v1/chat/completions`."""
 
+    # A chat template writes them itself.
+    needs_special_tokens = False
+
     messages: Annotated[list[Message], Field(min_length=1)]
     logprobs: bool | None = None
     top_logprobs: UInt32 | None = None
     # Variables for the model's chat template, as in vLLM's API.
     chat_template_kwargs: dict[str, Any] | None = None
+    # Whether the text ends where the assistant's next message begins, or within the last message, which then goes on.
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     # A hint for speed.
     prediction: Any = None
     parallel_tool_calls: bool | None = None
@@ -71,6 +77,13 @@ class ChatRequest(CommonRequest):
                 violations.add(f"messages[{index}].content", "must be there")
         if self.top_logprobs is not None and not self.logprobs:
             violations.add("top_logprobs", "is valid with logprobs true only")
+        if self.continue_final_message and self.add_generation_prompt:
+            violations.add("continue_final_message", "does not go with add_generation_prompt true")
+
+    @property
+    def begins_message(self) -> bool:
+        """Whether the assistant's next message begins behind the conversation."""
+        return not self.continue_final_message and self.add_generation_prompt is not False
 
     def field_names(self) -> dict[str, str]:
         return {**super().field_names(), "prompt": "messages", "token_ids": "messages", "logprobs": "top_logprobs"}

@@ -22,6 +22,8 @@ from outrider.protocol.errors import InvalidArgumentError
 
 # Conversations that are rendered on the event loop; a template takes about a millisecond for as many characters.
 MAX_CHARACTERS_ON_LOOP = 8192
+# Stands behind the words of a message that is to be continued, while the template is rendered; as in `transformers`.
+_MARK = "CONTINUE_FINAL_MESSAGE_TAG "
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 
 
@@ -63,17 +65,36 @@ class ChatTemplate:
             raise BadTemplateError(f"the chat template cannot be read: {error}") from error
         return None if source is None else cls(source, _special_tokens(config))
 
-    async def render(self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any]) -> str:
-        """The conversation as text, up to where the assistant's next message begins.
+    async def render(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        variables: Mapping[str, Any],
+        *,
+        begins_message: bool = True,
+        continues_message: bool = False,
+    ) -> str:
+        """The conversation as text, up to where the assistant's next message begins unless `begins_message` is false.
 
-        Raises InvalidArgumentError, naming `messages`, where the template refuses them.
+        `continues_message`: up to the end of the last message's own words, which are to go on. Raises
+        InvalidArgumentError, naming `messages`, where the template refuses them or leaves those words out.
         """
+        render = self._render_open if continues_message else self._render
+        context = {"add_generation_prompt": begins_message, **variables}
         if sum(len(message["content"]) for message in messages) <= MAX_CHARACTERS_ON_LOOP:
-            return self._render(messages, variables)
-        return await asyncio.to_thread(self._render, messages, variables)
+            return render(messages, context)
+        return await asyncio.to_thread(render, messages, context)
+
+    def _render_open(self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any]) -> str:
+        last = messages[-1]
+        text = self._render([*messages[:-1], {**last, "content": last["content"] + _MARK}], variables)
+        before, mark, behind = text.rpartition(_MARK.rstrip())
+        if not mark or last["content"].strip() not in before:
+            raise InvalidArgumentError("messages", "the model's chat template leaves out the message to be continued")
+        # A template that trims messages would have trimmed this one without the mark as well.
+        return before if behind.startswith(" ") else before.rstrip()
 
     def _render(self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any]) -> str:
-        context = {"tools": None, "documents": None, "add_generation_prompt": True, **variables, "messages": messages}
+        context = {"tools": None, "documents": None, **variables, "messages": messages}
         try:
             return self._template.render(context)
         except TemplateError as error:

@@ -29,8 +29,6 @@ class ChoiceRunner:
     # The client's trace context, or empty.
     parent: str
     trace_prompts: bool
-    # Whether a prompt's text has the special tokens that the tokenizer would add.
-    has_special_tokens: bool = False
     # What the span says beside that.
     attributes: Mapping[str, str | bool] = field(default_factory=dict)
 
@@ -52,11 +50,7 @@ class ChoiceRunner:
 
     async def _generate(self, request: generation_pb2.GenerateRequest, parent: str) -> AsyncGenerator[Event, None]:
         with self._traced(parent) as request_trace:
-            async with aclosing(
-                self.generator.generate(
-                    request, request_trace, caller=self.caller, has_special_tokens=self.has_special_tokens
-                )
-            ) as events:
+            async with aclosing(self.generator.generate(request, request_trace, caller=self.caller)) as events:
                 async for event in events:
                     yield event
 

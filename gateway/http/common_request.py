@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -70,6 +70,9 @@ class StreamOptions(RequestModel):
 class CommonRequest(RequestModel):
     """What both kinds share. None takes the default, as leaving the field out does."""
 
+    # Whether the tokenizer's special tokens are added to a prompt where the request does not say.
+    needs_special_tokens: ClassVar[bool]
+
     model: str | None = None
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] | None = None
     stream: bool | None = None
@@ -91,6 +94,13 @@ class CommonRequest(RequestModel):
     repetition_penalty: float | None = None
     stop_token_ids: list[UInt32] | None = None
     ignore_eos: bool | None = None
+    min_tokens: UInt32 | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    # -1: as many as fit.
+    truncate_prompt_tokens: Annotated[int, Field(ge=-1, lt=1 << 32)] | None = None
+    return_token_ids: bool | None = None
     # Ours.
     speculation: bool | None = None
     max_draft_tokens: UInt32 | None = None
@@ -157,6 +167,9 @@ class CommonRequest(RequestModel):
             problem = "is the older name of max_completion_tokens, and the two differ in this request"
             violations.add("max_tokens", problem)
 
+        if self.truncate_prompt_tokens == 0:
+            violations.add("truncate_prompt_tokens", "must be -1 or at least 1")
+
     def sample(self) -> generation_pb2.GenerateRequest:
         """What the first choice asks of the gateway, without an input where that is still to be rendered."""
         return self.options(index=0)
@@ -182,9 +195,20 @@ class CommonRequest(RequestModel):
         stopping.stop.extend(self.stop or ())
         stopping.stop_token_ids.extend(self.stop_token_ids or ())
         stopping.ignore_eos = bool(self.ignore_eos)
+        stopping.min_tokens = self.min_tokens or 0
+        stopping.include_stop = bool(self.include_stop_str_in_output)
         if self.speculation is False:
             speculation.mode = generation_pb2.SPECULATION_MODE_OFF
         if self.max_draft_tokens is not None:
             speculation.max_draft_tokens = self.max_draft_tokens
         speculation.verification = _VERIFICATIONS[self.verification]
+        self._set_text_options(request)
         return request
+
+    def _set_text_options(self, request: generation_pb2.GenerateRequest) -> None:
+        request.show_special_tokens = self.skip_special_tokens is False
+        adds = self.needs_special_tokens if self.add_special_tokens is None else self.add_special_tokens
+        request.has_special_tokens = not adds
+        if self.truncate_prompt_tokens is not None:
+            request.truncate_prompt_tokens = max(self.truncate_prompt_tokens, 0)
+        request.prompt_token_ids = bool(self.return_token_ids)

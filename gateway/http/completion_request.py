@@ -36,6 +36,8 @@ def _is_token_ids(value: Any) -> bool:
 class CompletionRequest(CommonRequest):
     """The body of `/v1/completions`."""
 
+    needs_special_tokens = True
+
     prompt: Annotated[list[Prompt], PlainValidator(_prompts)]
     logprobs: UInt32 | None = None
     echo: bool | None = None

@@ -95,6 +95,7 @@ class _Api:
             num_choices=asked.num_choices,
             has_logprobs=asked.logprobs is not None,
             has_tokens=bool(asked.return_tokens),
+            has_token_ids=bool(asked.return_token_ids),
         )
         runner = self._runner(request, asked, caller, COMPLETIONS, "text_completion")
         return self._exchange(runner, asked, asked.generations(), answer, request_id)
@@ -104,7 +105,10 @@ class _Api:
         if self._template is None:
             raise ApiError(400, f"chat completions are not to be had: {self._no_template}", code="no_chat_template")
         prompt = await self._template.render(
-            [message.for_template() for message in asked.messages], asked.chat_template_kwargs or {}
+            [message.for_template() for message in asked.messages],
+            asked.chat_template_kwargs or {},
+            begins_message=asked.begins_message,
+            continues_message=bool(asked.continue_final_message),
         )
         answer = ChatAnswer(
             request_id=request_id,
@@ -115,6 +119,7 @@ class _Api:
             num_choices=asked.num_choices,
             has_logprobs=bool(asked.logprobs),
             has_tokens=bool(asked.return_tokens),
+            has_token_ids=bool(asked.return_token_ids),
         )
         runner = self._runner(request, asked, caller, CHAT, "chat")
         return self._exchange(runner, asked, asked.generations(prompt), answer, request_id)
@@ -151,8 +156,6 @@ class _Api:
             parent=request.headers.get("traceparent", ""),
             trace_prompts=self._front.settings.trace_prompts,
             attributes={"gen_ai.request.stream": bool(asked.stream)},
-            # A chat template writes them itself.
-            has_special_tokens=operation == "chat",
         )
 
     async def _parsed(self, request: Request, kind: type[R]) -> R:

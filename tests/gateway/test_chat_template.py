@@ -83,9 +83,30 @@ async def test_as_transformers_renders_it(
     assert template is not None
     expected = tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
     assert await template.render(MESSAGES, {}) == expected
-    assert await template.render(MESSAGES, {"add_generation_prompt": False}) == tokenizer.apply_chat_template(
-        MESSAGES, tokenize=False
-    )
+    without = tokenizer.apply_chat_template(MESSAGES, tokenize=False)
+    assert await template.render(MESSAGES, {}, begins_message=False) == without
+    assert await template.render(MESSAGES, {"add_generation_prompt": False}) == without
+
+
+@pytest.mark.parametrize("name", ["headers", "generation marks"])
+@pytest.mark.parametrize("words", ["Once upon", " Once upon ", "Once\n", "on", ""])
+async def test_a_message_is_continued_as_transformers_continues_it(
+    name: str, words: str, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Catches an end of message, or white space, between a message's words and those that follow."""
+    messages = [*MESSAGES, {"role": "assistant", "content": words}]
+    tokenizer.chat_template = TEMPLATES[name]
+    expected = tokenizer.apply_chat_template(messages, tokenize=False, continue_final_message=True)
+    template = ChatTemplate(TEMPLATES[name], {"bos_token": "<s>"})
+    rendered = await template.render(messages, {}, begins_message=False, continues_message=True)
+    assert rendered == expected
+    assert rendered.rstrip().endswith(words.strip())
+
+
+async def test_a_message_that_the_template_drops_cannot_be_continued() -> None:
+    template = ChatTemplate("{{ messages[0].content }}", {})
+    with pytest.raises(InvalidArgumentError, match=r"messages: .* leaves out the message"):
+        await template.render(MESSAGES, {}, begins_message=False, continues_message=True)
 
 
 async def test_a_long_conversation_is_rendered_too(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -14,9 +14,11 @@ from tests.gateway import tokenizers_for_tests
 from tests.gateway.tokenizers_for_tests import TEXT, id_of
 
 
-def pieces_of(tokenizer: Tokenizer, token_ids: list[int], rng: random.Random) -> list[str]:
+def pieces_of(
+    tokenizer: Tokenizer, token_ids: list[int], rng: random.Random, *, shows_special: bool = False
+) -> list[str]:
     """The pieces that come out when the tokens go in by steps of one to six."""
-    detokenizer = tokenizer.detokenizer()
+    detokenizer = tokenizer.detokenizer(shows_special=shows_special)
     pieces, start = [], 0
     while start < len(token_ids):
         length = rng.randint(1, 6)
@@ -46,8 +48,9 @@ def random_ids(raw: HuggingFaceTokenizer, rng: random.Random) -> list[int]:
     return ids
 
 
+@pytest.mark.parametrize("shows_special", [False, True])
 @pytest.mark.parametrize("name", tokenizers_for_tests.ALL)
-def test_pieces_join_to_the_full_decode(name: str) -> None:
+def test_pieces_join_to_the_full_decode(name: str, shows_special: bool) -> None:
     """Catches lost leading spaces, characters split between steps, byte runs that turn out bad, and unflushed ends."""
     raw = tokenizers_for_tests.ALL[name]()
     tokenizer = Tokenizer(raw)
@@ -55,8 +58,8 @@ def test_pieces_join_to_the_full_decode(name: str) -> None:
     num_with_replacements = num_with_spaces = 0
     for _ in range(400):
         ids = random_ids(raw, rng)
-        expected = raw.decode(ids, skip_special_tokens=True)
-        assert "".join(pieces_of(tokenizer, ids, rng)) == expected
+        expected = raw.decode(ids, skip_special_tokens=not shows_special)
+        assert "".join(pieces_of(tokenizer, ids, rng, shows_special=shows_special)) == expected
         num_with_replacements += REPLACEMENT in expected
         num_with_spaces += " " in expected
     assert num_with_spaces > 100
