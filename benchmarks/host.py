@@ -35,6 +35,7 @@ from drafter_service.model_drafter import ModelDrafter
 from engine.block_manager import BlockManager
 from engine.static_tensors import StaticTensors
 from kernels.limits import NUM_CANDIDATES
+from outrider.protocol.fingerprint import TokenizerDigest
 from outrider.v1 import drafter_pb2
 from verifier_service.decode_graph import DecodeGraph, DecodeGraphs
 from verifier_service.engine import VerifierEngine
@@ -173,7 +174,7 @@ class Loop:
             lambda: runner,
             name="draft",
             revision="",
-            tokenizer_fingerprint="",
+            tokenizer=TokenizerDigest(),
             max_num_batched_tokens=runner.max_num_batched_tokens,
             num_candidates=num_candidates,
         )

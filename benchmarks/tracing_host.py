@@ -32,6 +32,7 @@ from drafter_service.engine import DrafterEngine, DraftRecords, EngineOutput, Fr
 from drafter_service.sequence import DraftSequence
 from engine.block_manager import BlockManager
 from outrider.protocol.handshake import DraftLimits
+from outrider.protocol.fingerprint import TokenizerDigest
 from outrider.service.telemetry import Telemetry, context_of
 from outrider.v1 import verifier_pb2
 from verifier_service.engine import VerifierEngine
@@ -78,7 +79,7 @@ class _Target:
 class _Drafter:
     """Proposes the same tokens again and again, with distributions as wide as a model's."""
 
-    kind, name, revision, tokenizer_fingerprint = "model", "draft", "", ""
+    kind, name, revision, tokenizer = "model", "draft", "", TokenizerDigest()
     vocabulary_size, max_length, num_kv_blocks, num_free_kv_blocks = 1000, 0, 0, 0
     _ids = np.tile(np.arange(64, dtype=np.int32), (K, 1))
     _weights = np.full((K, 64), 1024, np.int32)

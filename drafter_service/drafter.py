@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from drafter_service.sequence import DraftSequence
 from outrider.protocol.handshake import DraftLimits
+from outrider.protocol.fingerprint import TokenizerDigest
 from outrider.v1 import drafter_pb2
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ class Drafter(Protocol):
     # 0 where the drafter has no vocabulary or no limit of its own.
     vocabulary_size: int
     max_length: int
-    tokenizer_fingerprint: str
+    tokenizer: TokenizerDigest
     name: str
     revision: str
 

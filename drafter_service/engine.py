@@ -266,9 +266,8 @@ class DrafterEngine:
         token_ids = self._tokens("open.token_ids", opening.token_ids)
         if not 1 <= opening.num_prompt_tokens <= len(token_ids):
             raise InvalidArgumentError("open.num_prompt_tokens", f"must be from 1 to {len(token_ids)}")
-        sampling = SamplingParameters.from_message(
-            opening.sampling, vocabulary_size=self._drafter.vocabulary_size, prefix="open.sampling"
-        )
+        # Biases are for the target's ids, of which the drafter may lack some: without a size they are not compared.
+        sampling = SamplingParameters.from_message(opening.sampling, prefix="open.sampling")
         return DraftSequence(
             sequence_id=opening.sequence_id,
             token_ids=token_ids,

@@ -6,7 +6,7 @@ from drafter_service.drafter import Drafter
 from drafter_service.ngram_drafter import NgramDrafter
 from drafter_service.scripted_drafter import ScriptedDrafter, load_script
 from drafter_service.settings import DrafterSettings
-from outrider.protocol.fingerprint import model_revision, tokenizer_fingerprint
+from outrider.protocol.fingerprint import model_revision, tokenizer_digest
 
 
 def has_gpu(settings: DrafterSettings) -> bool:
@@ -42,12 +42,21 @@ def make_drafter(settings: DrafterSettings) -> Drafter:
             num_candidates=settings.num_candidates,
         )
 
+    tokenizer = tokenizer_digest(path)
+
+    def make_masked_runner() -> ModelRunner:
+        runner = make_runner(settings, path)
+        if tokenizer.num_token_ids:
+            # A target may have fewer rows of padding, or others: what is padding is never proposed.
+            runner.mask_ids_from(tokenizer.num_token_ids)
+        return runner
+
     return ModelDrafter(
-        lambda: make_runner(settings, path),
+        make_masked_runner,
         make_executor,
         name=path.name,
         revision=model_revision(path),
-        tokenizer_fingerprint=tokenizer_fingerprint(path),
+        tokenizer=tokenizer,
         max_num_batched_tokens=settings.max_num_batched_tokens,
         max_sequences=settings.max_sequences,
         has_graphs=settings.cuda_graphs,

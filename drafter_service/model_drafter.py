@@ -22,6 +22,7 @@ from engine.slots import Slot, SlotPool
 from engine.step import Drafted, DraftRow
 from kernels.limits import MAX_DRAFT_TOKENS
 from outrider.protocol.handshake import DraftLimits
+from outrider.protocol.fingerprint import TokenizerDigest
 from outrider.service.logs import about
 from outrider.v1 import drafter_pb2
 
@@ -60,7 +61,7 @@ class ModelDrafter:
         *,
         name: str,
         revision: str,
-        tokenizer_fingerprint: str,
+        tokenizer: TokenizerDigest,
         max_num_batched_tokens: int,
         max_sequences: int,
         has_graphs: bool,
@@ -71,7 +72,7 @@ class ModelDrafter:
         self._has_graphs = has_graphs
         self.name = name
         self.revision = revision
-        self.tokenizer_fingerprint = tokenizer_fingerprint
+        self.tokenizer = tokenizer
         self.vocabulary_size = 0
         self.max_length = 0
         self._max_num_batched_tokens = max_num_batched_tokens

@@ -14,6 +14,7 @@ from drafter_service.drafter import Draft, NoDraft
 from drafter_service.sequence import DraftSequence
 from kernels.limits import MAX_DRAFT_TOKENS
 from outrider.protocol.handshake import DraftLimits
+from outrider.protocol.fingerprint import TokenizerDigest
 from outrider.v1 import drafter_pb2
 
 
@@ -25,8 +26,8 @@ class NgramDrafter:
     revision = ""
     vocabulary_size = 0
     max_length = 0
-    tokenizer_fingerprint = ""
     limits = DraftLimits(MAX_DRAFT_TOKENS, max_candidates=0)
+    tokenizer = TokenizerDigest()
     device = None
     num_kv_blocks = 0
     num_free_kv_blocks = 0

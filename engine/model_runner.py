@@ -69,6 +69,7 @@ class ModelRunner:
         self.num_blocks = num_blocks
         self.max_num_batched_tokens = max_num_batched_tokens
         self.vocab_size = loaded.vocab_size
+        self._first_masked_id = loaded.vocab_size
         self.eos_token_ids = loaded.eos_token_ids
         # A sequence that the whole cache cannot hold would wait for blocks for ever.
         self.max_length = min(loaded.max_length, num_blocks * block_size)
@@ -121,7 +122,18 @@ class ModelRunner:
             paged=attention,
             **chosen,
         ).logits[0]
-        return logits if self._keeps_chosen_logits or rows is None else logits[rows]
+        logits = logits if self._keeps_chosen_logits or rows is None else logits[rows]
+        if self._first_masked_id < self.vocab_size:
+            # Here and not at the output layer, behind which some models bend their logits.
+            logits[:, self._first_masked_id :] = -torch.inf
+        return logits
+
+    def mask_ids_from(self, first_id: int) -> None:
+        """Give token ids from this one on no probability: for the rows by which a vocabulary is padded.
+
+        Call it before anything is captured in a graph. An id that is not below the vocabulary's size masks nothing.
+        """
+        self._first_masked_id = first_id
 
     def warm_up(self) -> None:
         """Run the shapes that a service meets, so that the first request does not wait for compilers.

@@ -17,7 +17,7 @@ from gateway.detokenizer import Detokenizer, TokenKind
 from gateway.served_model import ServedModel
 from gateway.token_bytes import token_bytes
 from outrider.protocol.errors import FailedPreconditionError
-from outrider.protocol.fingerprint import tokenizer_fingerprint
+from outrider.protocol.fingerprint import tokenizer_digest
 from outrider.service.settings import BadSettingsError
 
 # Characters that are tokenized on the event loop: about 1 ms. A thread costs less than a longer text holds up others.
@@ -51,7 +51,7 @@ class Tokenizer:
         if not file.is_file():
             raise BadSettingsError(f"tokenizer: no file at {file}")
         try:
-            return cls(HuggingFaceTokenizer.from_file(str(file)), fingerprint=tokenizer_fingerprint(directory))
+            return cls(HuggingFaceTokenizer.from_file(str(file)), fingerprint=tokenizer_digest(directory).fingerprint)
         except Exception as error:  # the package raises bare Exception for a file that does not parse
             raise BadSettingsError(f"tokenizer: {file} is no tokenizer: {error}") from error
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 
 def save_tiny_llama(
@@ -42,4 +44,21 @@ def save_tiny_llama(
                 parameter.normal_(0.0, 0.2)
         model.lm_head.weight.mul_(scale * 3)
     model.save_pretrained(path)
+    return path
+
+
+def save_padded(source: Path, path: Path, *, num_rows: int, num_token_ids: int, is_loud: bool = False) -> Path:
+    """Write a copy of a model with so many rows of input and output, and a tokenizer that knows fewer ids.
+
+    `is_loud`: the rows beyond the tokenizer's are like those of tokens and three times as loud, so that the model, left
+    to itself, takes hardly anything else. Otherwise they are silent: their logits are 0.
+    """
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+    model.resize_token_embeddings(num_rows, mean_resizing=False)
+    with torch.no_grad():
+        weight = model.lm_head.weight
+        weight[num_token_ids:] = 3 * weight[: num_rows - num_token_ids] if is_loud else 0
+    model.save_pretrained(path)
+    words = {f"t{token_id}": token_id for token_id in range(num_token_ids)}
+    Tokenizer(WordLevel(words, unk_token="t0")).save(str(path / "tokenizer.json"))
     return path

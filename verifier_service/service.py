@@ -18,7 +18,7 @@ import grpc
 from engine.gpu_memory import gpu_memory
 from kernels.random import RANDOM_SCHEME
 from outrider.protocol.errors import OutriderError, UnavailableError, code_number
-from outrider.protocol.fingerprint import model_revision, tokenizer_fingerprint
+from outrider.protocol.fingerprint import model_revision, tokenizer_digest
 from outrider.protocol.handshake import DraftLimits
 from outrider.protocol.wire import PROTOCOL_VERSION
 from outrider.service.engine_thread import EngineThread
@@ -101,11 +101,13 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
             device = self._target.device
             self._metrics.gpu_memory.follow(lambda: gpu_memory(device))
             self._metrics.drafters.follow(self._drafters_by_state)
+        tokenizer = tokenizer_digest(model)
         self._identity = common_pb2.ModelIdentity(
             protocol_version=PROTOCOL_VERSION,
             name=model.name,
             revision=model_revision(model),
-            tokenizer_fingerprint=tokenizer_fingerprint(model),
+            tokenizer_fingerprint=tokenizer.fingerprint,
+            num_token_ids=tokenizer.num_token_ids,
             vocabulary_size=self._target.vocabulary_size,
             max_length=self._target.max_length,
             random_scheme=RANDOM_SCHEME,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 # Keys of config.json that say who wrote the file, not what the model is.
@@ -27,14 +28,22 @@ def model_revision(model_path: Path) -> str:
     return digest.hexdigest()
 
 
-def tokenizer_fingerprint(model_path: Path) -> str:
-    """Digest of the vocabulary in tokenizer.json, added tokens included; empty where there is no such file.
+@dataclass(frozen=True)
+class TokenizerDigest:
+    """What tells two tokenizers apart."""
 
-    Equal fingerprints mean that each token id stands for the same token. Raises ValueError for a damaged file.
-    """
+    fingerprint: str = ""
+    """Digest of the vocabulary, added tokens included; empty without a tokenizer. Where it is equal, each token id
+    stands for the same token."""
+    num_token_ids: int = 0
+    """The largest id plus 1: a model's ids beyond are padding."""
+
+
+def tokenizer_digest(model_path: Path) -> TokenizerDigest:
+    """Of the model's tokenizer.json. Raises ValueError for a damaged file."""
     path = model_path / "tokenizer.json"
     if not path.is_file():
-        return ""
+        return TokenizerDigest()
     # Here and not above: a service without a tokenizer need not load the library.
     from tokenizers import Tokenizer
 
@@ -42,7 +51,8 @@ def tokenizer_fingerprint(model_path: Path) -> str:
         vocabulary = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
     except Exception as error:  # the library raises bare Exception
         raise ValueError(f"cannot read {path}: {error}") from error
-    return hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
+    fingerprint = hashlib.sha256(json.dumps(sorted(vocabulary.items())).encode()).hexdigest()
+    return TokenizerDigest(fingerprint, max(vocabulary.values(), default=-1) + 1)
 
 
 def _add_safetensors(digest: hashlib._Hash, path: Path) -> None:

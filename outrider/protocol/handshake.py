@@ -56,12 +56,22 @@ def check_compatible(target: common_pb2.ModelIdentity, drafter: common_pb2.Model
     """
     _compare("protocol_version", target.protocol_version, drafter.protocol_version)
     _compare("random_scheme", target.random_scheme, drafter.random_scheme)
-    if drafter.vocabulary_size:
+    if drafter.vocabulary_size and not _differ_in_padding(target, drafter):
         _compare("vocabulary_size", target.vocabulary_size, drafter.vocabulary_size)
     if target.tokenizer_fingerprint and drafter.tokenizer_fingerprint:
         _compare("tokenizer_fingerprint", target.tokenizer_fingerprint, drafter.tokenizer_fingerprint)
     if drafter.target_revision:
         _compare("revision", target.revision, drafter.target_revision)
+
+
+def _differ_in_padding(target: common_pb2.ModelIdentity, drafter: common_pb2.ModelIdentity) -> bool:
+    """Whether both have one tokenizer's ids, and only ids beyond those are one's and not the other's.
+
+    Of such ids the drafter proposes none: q is 0 there, whatever p may be.
+    """
+    tokenizers = [(model.tokenizer_fingerprint, model.num_token_ids) for model in (target, drafter)]
+    has_one = tokenizers[0] == tokenizers[1] and tokenizers[0][0] != ""
+    return has_one and 0 < target.num_token_ids <= min(target.vocabulary_size, drafter.vocabulary_size)
 
 
 def _compare(field: str, target: object, drafter: object) -> None:

@@ -39,6 +39,7 @@ from engine.sampling_tensors import new_history
 from engine.slots import Slot, SlotPool
 from engine.step import Row, Wanted
 from kernels.dispatch import interpreted_kernels
+from outrider.protocol.fingerprint import TokenizerDigest
 from outrider.protocol.sampling_parameters import SamplingParameters
 from verifier_service.executor import TargetExecutor
 
@@ -145,7 +146,7 @@ def draft(runner: ModelRunner, launches: Launches, rng: np.random.Generator) -> 
         make_executor,
         name="draft",
         revision="",
-        tokenizer_fingerprint="",
+        tokenizer=TokenizerDigest(),
         max_num_batched_tokens=runner.max_num_batched_tokens,
         max_sequences=64,
         has_graphs=False,

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, models
 
-from outrider.protocol.fingerprint import model_revision, tokenizer_fingerprint
+from outrider.protocol.fingerprint import TokenizerDigest, model_revision, tokenizer_digest
 
 VOCABULARY = {"a": 0, "b": 1, "ab": 2, "é 🙂": 3}
 
@@ -72,23 +72,25 @@ def write_tokenizer(path: Path, vocabulary: dict[str, int], added: tuple[str, ..
 
 
 def test_tokenizer(tmp_path: Path) -> None:
-    plain = tokenizer_fingerprint(write_tokenizer(tmp_path / "plain", VOCABULARY))
+    plain = tokenizer_digest(write_tokenizer(tmp_path / "plain", VOCABULARY))
     reordered = dict(reversed(VOCABULARY.items()))
-    assert tokenizer_fingerprint(write_tokenizer(tmp_path / "reordered", reordered)) == plain
+    assert tokenizer_digest(write_tokenizer(tmp_path / "reordered", reordered)) == plain
     swapped = VOCABULARY | {"a": 1, "b": 0}
     others = [
         write_tokenizer(tmp_path / "swapped", swapped),
         write_tokenizer(tmp_path / "added", VOCABULARY, ("<eos>",)),
         write_tokenizer(tmp_path / "another", VOCABULARY, ("<end>",)),
     ]
-    assert len({plain, *map(tokenizer_fingerprint, others)}) == 4
+    found = [tokenizer_digest(other) for other in others]
+    assert len({plain.fingerprint, *(digest.fingerprint for digest in found)}) == 4
+    assert [digest.num_token_ids for digest in (plain, *found)] == [len(VOCABULARY)] * 2 + [len(VOCABULARY) + 1] * 2
 
 
 def test_no_tokenizer(tmp_path: Path) -> None:
-    assert tokenizer_fingerprint(tmp_path) == ""
+    assert tokenizer_digest(tmp_path) == TokenizerDigest()
 
 
 def test_damaged_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ValueError, match="cannot read"):
-        tokenizer_fingerprint(tmp_path)
+        tokenizer_digest(tmp_path)
