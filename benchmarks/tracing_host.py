@@ -31,8 +31,8 @@ from drafter_service.drafter import Draft, Drafter
 from drafter_service.engine import DrafterEngine, DraftRecords, EngineOutput, FrameArrived, SessionOpened
 from drafter_service.sequence import DraftSequence
 from engine.block_manager import BlockManager
-from outrider.protocol.handshake import DraftLimits
 from outrider.protocol.fingerprint import TokenizerDigest
+from outrider.protocol.handshake import DraftLimits
 from outrider.service.telemetry import Telemetry, context_of
 from outrider.v1 import verifier_pb2
 from verifier_service.engine import VerifierEngine

@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from drafter_service.sequence import DraftSequence
-from outrider.protocol.handshake import DraftLimits
 from outrider.protocol.fingerprint import TokenizerDigest
+from outrider.protocol.handshake import DraftLimits
 from outrider.v1 import drafter_pb2
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from engine.sampling_tensors import new_history
 from engine.slots import Slot, SlotPool
 from engine.step import Drafted, DraftRow
 from kernels.limits import MAX_DRAFT_TOKENS
-from outrider.protocol.handshake import DraftLimits
 from outrider.protocol.fingerprint import TokenizerDigest
+from outrider.protocol.handshake import DraftLimits
 from outrider.service.logs import about
 from outrider.v1 import drafter_pb2
 

@@ -13,8 +13,8 @@ import numpy.typing as npt
 from drafter_service.drafter import Draft, NoDraft
 from drafter_service.sequence import DraftSequence
 from kernels.limits import MAX_DRAFT_TOKENS
-from outrider.protocol.handshake import DraftLimits
 from outrider.protocol.fingerprint import TokenizerDigest
+from outrider.protocol.handshake import DraftLimits
 from outrider.v1 import drafter_pb2
 
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from drafter_service.drafter import Draft, NoDraft
 from drafter_service.sequence import DraftSequence
 from kernels.limits import MAX_DRAFT_TOKENS
-from outrider.protocol.handshake import DraftLimits
 from outrider.protocol.fingerprint import TokenizerDigest
+from outrider.protocol.handshake import DraftLimits
 from outrider.v1 import drafter_pb2
 
 # Given the committed token ids and the most tokens to propose, the draft tokens; none is an answer too.

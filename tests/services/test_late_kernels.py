@@ -15,7 +15,6 @@ import torch
 from drafter_service.executor import DraftExecutor
 from engine.model_runner import ModelRunner
 from kernels.dispatch import interpreted_kernels
-from outrider.protocol.fingerprint import TokenizerDigest
 from tests.compiling import report_of
 from tests.services.conftest import Pair
 from tests.services.harness import (
