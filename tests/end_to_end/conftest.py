@@ -1,12 +1,13 @@
-"""Three real processes, the bundled pair and small random pairs, and what the target alone would say."""
+"""Real processes, the bundled pair and small random pairs, and what the target alone would say."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from functools import cache
 from pathlib import Path
 
 import pytest
+import pytest_asyncio
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
@@ -15,27 +16,22 @@ from outrider.local import LocalCluster, Options
 from tests.service_device import DRAFTER_FLAGS, SERVICE_DEVICE, VERIFIER_FLAGS
 from tests.tiny_models import save_tiny_llama
 
-MakeCluster = Callable[..., LocalCluster]
 
-
-@pytest.fixture
-def demo_cluster(tmp_path: Path) -> MakeCluster:
-    """Makes clusters of the bundled pair; every keyword is an option of the cluster."""
-
-    def make(**options: object) -> LocalCluster:
-        defaults: dict[str, object] = {
-            "target": bundled_model("target"),
-            "draft": bundled_model("draft"),
-            "device": SERVICE_DEVICE,
-            "dtype": "float32",
-            "log_directory": tmp_path / "logs",
-            "drain_seconds": 2.0,
-            "verifier_flags": VERIFIER_FLAGS,
-            "drafter_flags": () if options.get("drafter") in ("ngram", "scripted") else DRAFTER_FLAGS,
-        }
-        return LocalCluster(Options(**{**defaults, **options}))  # type: ignore[arg-type]
-
-    return make
+@pytest_asyncio.fixture(scope="session", loop_scope="session")
+async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalCluster]:
+    """The bundled pair as `outrider up` runs it, for every test that leaves it as it was. See `services` for more."""
+    options = Options(
+        target=bundled_model("target"),
+        draft=bundled_model("draft"),
+        device=SERVICE_DEVICE,
+        dtype="float32",
+        log_directory=tmp_path_factory.mktemp("logs"),
+        drain_seconds=2.0,
+        verifier_flags=VERIFIER_FLAGS,
+        drafter_flags=DRAFTER_FLAGS,
+    )
+    async with LocalCluster(options) as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="session")

@@ -4,35 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncIterable, AsyncIterator
 
 import grpc
 import pytest
-import pytest_asyncio
 
-from outrider.bundled import bundled_model
-from outrider.local import LocalCluster, Options
+from outrider.local import LocalCluster
 from outrider.v1 import common_pb2, generation_pb2, generation_pb2_grpc, verifier_pb2, verifier_pb2_grpc
-from tests.service_device import DRAFTER_FLAGS, SERVICE_DEVICE, VERIFIER_FLAGS
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
-
-
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalCluster]:
-    """The bundled pair, for all tests of this file."""
-    options = Options(
-        target=bundled_model("target"),
-        draft=bundled_model("draft"),
-        device=SERVICE_DEVICE,
-        dtype="float32",
-        log_directory=tmp_path_factory.mktemp("logs"),
-        drain_seconds=2.0,
-        verifier_flags=VERIFIER_FLAGS,
-        drafter_flags=DRAFTER_FLAGS,
-    )
-    async with LocalCluster(options) as running:
-        yield running
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 def request(**fields: object) -> generation_pb2.GenerateRequest:
@@ -112,13 +91,12 @@ async def test_bytes_that_are_no_message_are_refused(cluster: LocalCluster) -> N
     }
     for (address, method), is_stream in places.items():
         async with grpc.aio.insecure_channel(address) as channel:
-            responses: AsyncIterable[bytes]
             if is_stream:
-                responses = channel.stream_stream(method, None, None)(iter([b"\xff\xff\xff"]))
+                call = channel.stream_stream(method)(iter([b"\xff\xff\xff"]))
             else:
-                responses = channel.unary_stream(method, None, None)(b"\xff\xff\xff")
+                call = channel.unary_stream(method)(b"\xff\xff\xff")
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                _ = [response async for response in responses]
+                _ = [response async for response in call]
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, method
     await serves(cluster)
 

@@ -10,16 +10,18 @@ from outrider.bundled import bundled_model
 from outrider.client import AsyncClient
 from outrider.completion import Chunk, CompletionBuilder, FallbackReason, TokenOrigin
 from outrider.local import LocalCluster
-from tests.end_to_end.conftest import MakeCluster, greedy_tokens
+from tests.end_to_end.conftest import greedy_tokens
 from tests.end_to_end.test_greedy import DRAFT_TOKENS, DRAFTER_LENGTH, heldout_prompts
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 
 @pytest.mark.slow
-async def test_a_sequence_goes_on_past_the_drafters_context(demo_cluster: MakeCluster) -> None:
+async def test_a_sequence_goes_on_past_the_drafters_context(cluster: LocalCluster) -> None:
     """Catches a fallback in mid-stream that loses a token, repeats one, or comes at the wrong position."""
     prompt = next(prompt for prompt in heldout_prompts() if 400 < len(prompt) < 490)
     num_tokens = DRAFTER_LENGTH - len(prompt) + 60
-    async with demo_cluster() as cluster, AsyncClient(cluster.address) as client:
+    async with AsyncClient(cluster.address) as client:
         completion = await client.generate(token_ids=prompt, max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
     assert list(completion.token_ids) == greedy_tokens(bundled_model("target"), prompt, num_tokens)
     [fallback] = completion.speculation.fallbacks
@@ -32,11 +34,11 @@ async def test_a_sequence_goes_on_past_the_drafters_context(demo_cluster: MakeCl
 
 
 @pytest.mark.slow
-async def test_a_drafter_killed_in_mid_stream_costs_nothing_but_speed(demo_cluster: MakeCluster) -> None:
+async def test_a_drafter_killed_in_mid_stream_costs_nothing_but_speed(cluster: LocalCluster) -> None:
     """Catches a sequence that hangs, fails or changes when its drafter dies, and a drafter that is not taken back."""
     prompt = next(prompt for prompt in heldout_prompts() if 40 < len(prompt) < 100)
     num_tokens = 300
-    async with demo_cluster(restart=False) as cluster, AsyncClient(cluster.address) as client:
+    async with AsyncClient(cluster.address) as client:
         builder = CompletionBuilder()
         num_seen = 0
         async for event in client.stream(token_ids=prompt, max_tokens=num_tokens, temperature=0.0, ignore_eos=True):
@@ -55,7 +57,7 @@ async def test_a_drafter_killed_in_mid_stream_costs_nothing_but_speed(demo_clust
         alone = await client.generate(token_ids=prompt, max_tokens=8, temperature=0.0)
         assert [fallback.reason for fallback in alone.speculation.fallbacks] == [FallbackReason.NO_DRAFTER]
 
-        await cluster.restart_drafter()
+        # The cluster starts it again.
         await drafter_is_ready(cluster)
         again = await client.generate(token_ids=prompt, max_tokens=30, temperature=0.0, ignore_eos=True)
         assert again.speculation.fallbacks == ()

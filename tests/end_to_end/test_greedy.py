@@ -14,8 +14,11 @@ from outrider.bundled import bundled_model
 from outrider.client import AsyncClient
 from outrider.completion import Completion, FallbackReason, TokenOrigin
 from outrider.local import LocalCluster
-from tests.end_to_end.conftest import MakeCluster, greedy_tokens
+from tests.end_to_end.conftest import greedy_tokens
+from tests.end_to_end.services import running_drafter, running_gateway, running_model_drafter
 from tests.tiny_models import save_tiny_llama
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 NUM_TOKENS = 48
 # The drafter's context. A shorter prompt speculates, a longer one cannot.
@@ -37,10 +40,10 @@ def expected() -> dict[tuple[int, ...], list[int]]:
 
 
 async def generate_all(
-    cluster: LocalCluster, prompts: Sequence[Sequence[int]], **options: object
+    address: str, prompts: Sequence[Sequence[int]], **options: object
 ) -> list[tuple[Sequence[int], Completion]]:
     """Every prompt at once, greedy."""
-    async with AsyncClient(cluster.address) as client:
+    async with AsyncClient(address) as client:
         completions = await asyncio.gather(
             *(
                 client.generate(
@@ -62,14 +65,13 @@ def reasons(completion: Completion) -> list[FallbackReason]:
 
 @pytest.mark.slow
 async def test_the_draft_model_changes_nothing(
-    demo_cluster: MakeCluster, expected: dict[tuple[int, ...], list[int]]
+    cluster: LocalCluster, expected: dict[tuple[int, ...], list[int]]
 ) -> None:
     """Catches a wrong verdict, a cache that keeps rejected tokens, and a fallback that loses or repeats a token."""
     prompts = heldout_prompts()
     assert len(prompts) >= 20
-    async with demo_cluster() as cluster:
-        results = await generate_all(cluster, prompts)
-        disabled = await generate_all(cluster, prompts[:3], speculation=False)
+    results = await generate_all(cluster.address, prompts)
+    disabled = await generate_all(cluster.address, prompts[:3], speculation=False)
     origins = set()
     for prompt, completion in results:
         assert list(completion.token_ids) == expected[tuple(prompt)]
@@ -90,11 +92,15 @@ async def test_the_draft_model_changes_nothing(
 
 @pytest.mark.slow
 async def test_prompt_lookup_changes_nothing(
-    demo_cluster: MakeCluster, expected: dict[tuple[int, ...], list[int]]
+    cluster: LocalCluster, expected: dict[tuple[int, ...], list[int]], tmp_path: Path
 ) -> None:
     """Catches a drafter without a model that is held to a model's limits, and steps that wait for what never comes."""
-    async with demo_cluster(drafter="ngram", draft=None) as cluster:
-        results = await generate_all(cluster, heldout_prompts())
+    verifier = cluster.verifier.address
+    async with (
+        running_drafter(tmp_path, "--kind", "ngram") as drafter,
+        running_gateway(verifier, tmp_path, drafter=drafter.address) as gateway,
+    ):
+        results = await generate_all(gateway.address, heldout_prompts())
     num_accepted = 0
     for prompt, completion in results:
         assert list(completion.token_ids) == expected[tuple(prompt)]
@@ -105,7 +111,7 @@ async def test_prompt_lookup_changes_nothing(
 
 @pytest.mark.slow
 async def test_scripts_change_nothing(
-    demo_cluster: MakeCluster, expected: dict[tuple[int, ...], list[int]], tmp_path: Path
+    cluster: LocalCluster, expected: dict[tuple[int, ...], list[int]], tmp_path: Path
 ) -> None:
     """A script that knows the answer saves most steps; one that is wrong halfway costs nothing but speed."""
     prompts = heldout_prompts()[:8]
@@ -115,10 +121,14 @@ async def test_scripts_change_nothing(
         script[len(prompt) + 20] ^= 1
     path = tmp_path / "script.json"
     path.write_text(json.dumps({"sequences": right}))
-    async with demo_cluster(drafter="scripted", draft=None, script=str(path)) as cluster:
-        results = await generate_all(cluster, prompts)
-    for index, (tokens, completion) in enumerate(results):
-        assert list(completion.token_ids) == expected[tuple(tokens)]
+    verifier = cluster.verifier.address
+    async with (
+        running_drafter(tmp_path, "--kind", "scripted", "--script", str(path)) as drafter,
+        running_gateway(verifier, tmp_path, drafter=drafter.address) as gateway,
+    ):
+        results = await generate_all(gateway.address, prompts)
+    for index, (prompt, completion) in enumerate(results):
+        assert list(completion.token_ids) == expected[tuple(prompt)]
         statistics = completion.speculation
         if index < 4:
             assert statistics.num_accepted_tokens == statistics.num_draft_tokens
@@ -127,24 +137,30 @@ async def test_scripts_change_nothing(
             assert 0 < statistics.num_accepted_tokens < statistics.num_draft_tokens
 
 
-async def test_a_drafter_that_does_not_fit_is_refused(demo_cluster: MakeCluster, tmp_path: Path) -> None:
+async def test_a_drafter_that_does_not_fit_is_refused(cluster: LocalCluster, tmp_path: Path) -> None:
     """Catches a drafter of another vocabulary being asked for tokens."""
     prompt = heldout_prompts()[0]
     stranger = save_tiny_llama(tmp_path / "stranger", vocab_size=64)
-    async with demo_cluster(draft=stranger) as cluster:
-        [(_, completion)] = await generate_all(cluster, [prompt])
-        async with AsyncClient(cluster.address) as client:
-            [drafter] = (await client.model()).drafters
+    async with running_model_drafter(tmp_path, stranger) as drafter:
+        flags = ("--drafters", drafter.address, "--drafter-wait-seconds", "0")
+        async with (
+            running_gateway(cluster.verifier.address, tmp_path, *flags) as gateway,
+            AsyncClient(gateway.address) as client,
+            asyncio.timeout(30),
+        ):
+            while not (status := (await client.model()).drafters[0]).detail:
+                await asyncio.sleep(0.05)
+            [(_, completion)] = await generate_all(gateway.address, [prompt])
     assert list(completion.token_ids) == greedy_tokens(bundled_model("target"), prompt, NUM_TOKENS)
     assert reasons(completion) == [FallbackReason.INCOMPATIBLE_DRAFTER]
-    assert not drafter.is_ready
-    assert "vocabulary_size" in drafter.detail
+    assert not status.is_ready
+    assert "vocabulary_size" in status.detail
 
 
-async def test_no_drafter_at_all(demo_cluster: MakeCluster) -> None:
+async def test_no_drafter_at_all(cluster: LocalCluster, tmp_path: Path) -> None:
     """Catches a gateway that needs a drafter to serve."""
     prompt = heldout_prompts()[0]
-    async with demo_cluster(drafter="none", draft=None) as cluster:
-        [(_, completion)] = await generate_all(cluster, [prompt])
+    async with running_gateway(cluster.verifier.address, tmp_path) as gateway:
+        [(_, completion)] = await generate_all(gateway.address, [prompt])
     assert list(completion.token_ids) == greedy_tokens(bundled_model("target"), prompt, NUM_TOKENS)
     assert reasons(completion) == [FallbackReason.NO_DRAFTER]

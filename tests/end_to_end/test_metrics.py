@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Iterable
 from contextlib import aclosing
@@ -21,6 +20,7 @@ from outrider.client import AsyncClient
 from outrider.completion import Chunk, Completion
 from outrider.errors import InvalidRequestError
 from outrider.local import LocalCluster, Options
+from tests.end_to_end.services import free_addresses
 from tests.exported_metrics import exported_names, instruments
 from tests.prometheus_server import SCRAPE_SECONDS, running_prometheus
 from tests.scrape import Scrape
@@ -91,14 +91,6 @@ async def observed(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Ob
         await found.generate(max_tokens=24, temperature=1.0, seed=7, max_draft_tokens=3)
         await found.generate(max_tokens=12, temperature=0.0, speculation=False, ignore_eos=True)
         yield found
-
-
-def free_addresses(number: int) -> list[str]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(number)]
-    addresses = [f"127.0.0.1:{found.getsockname()[1]}" for found in sockets]
-    for found in sockets:
-        found.close()
-    return addresses
 
 
 def lengths(completions: Iterable[Completion]) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -12,13 +14,13 @@ import pytest
 import pytest_asyncio
 from openai import AsyncOpenAI, OpenAI
 
-from outrider.bundled import bundled_model, heldout_prompt
+from outrider.bundled import heldout_prompt
 from outrider.client import AsyncClient, Completion
-from outrider.local import LocalCluster, Options
+from outrider.local import LocalCluster
 from outrider.v1 import verifier_pb2, verifier_pb2_grpc
-from tests.service_device import DRAFTER_FLAGS, SERVICE_DEVICE, VERIFIER_FLAGS
+from tests.end_to_end.services import free_addresses, running_gateway
 
-pytestmark = pytest.mark.asyncio(loop_scope="module")
+pytestmark = pytest.mark.asyncio(loop_scope="session")
 
 CAPACITY = 4
 TEMPLATE = """\
@@ -27,39 +29,42 @@ TEMPLATE = """\
 PROMPT = heldout_prompt()[:400]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def cluster(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[LocalCluster]:
-    """The bundled pair behind both fronts, with few places and no queue."""
-    template = tmp_path_factory.mktemp("template") / "chat_template.jinja"
+@dataclass(frozen=True)
+class Fronts:
+    """A gateway with both fronts, few places and no queue, before the shared verifier and drafter."""
+
+    address: str
+    http_address: str
+    verifier_address: str
+    logs: Sequence[Path]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def fronts(cluster: LocalCluster, tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Fronts]:
+    directory = tmp_path_factory.mktemp("fronts")
+    template = directory / "chat_template.jinja"
     template.write_text(TEMPLATE)
-    options = Options(
-        target=bundled_model("target"),
-        draft=bundled_model("draft"),
-        device=SERVICE_DEVICE,
-        dtype="float32",
-        http_port=0,
-        log_directory=tmp_path_factory.mktemp("logs"),
-        drain_seconds=2.0,
-        verifier_flags=VERIFIER_FLAGS,
-        drafter_flags=DRAFTER_FLAGS,
-        gateway_flags=(
-            *("--chat-template", str(template)),
-            *("--max-concurrent-sequences", str(CAPACITY)),
-            *("--max-queued-requests", "0"),
-        ),
+    (http_address,) = free_addresses(1)
+    verifier, drafter = cluster.verifier, cluster.drafter
+    flags = (
+        *("--http-listen", http_address),
+        *("--chat-template", str(template)),
+        *("--max-concurrent-sequences", str(CAPACITY)),
+        *("--max-queued-requests", "0"),
     )
-    async with LocalCluster(options) as running:
-        yield running
+    async with running_gateway(verifier.address, directory, *flags, drafter=drafter.address) as gateway:
+        logs = [process.log_path for process in (gateway, verifier, drafter)]
+        yield Fronts(gateway.address, http_address, verifier.address, logs)
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def client(cluster: LocalCluster) -> AsyncIterator[AsyncOpenAI]:
-    async with AsyncOpenAI(base_url=f"http://{cluster.http_address}/v1", api_key="none", max_retries=0) as client:
+@pytest_asyncio.fixture(scope="module", loop_scope="session")
+async def client(fronts: Fronts) -> AsyncIterator[AsyncOpenAI]:
+    async with AsyncOpenAI(base_url=f"http://{fronts.http_address}/v1", api_key="none", max_retries=0) as client:
         yield client
 
 
-async def over_grpc(cluster: LocalCluster, prompt: str, **options: Any) -> Completion:
-    async with AsyncClient(cluster.address) as client:
+async def over_grpc(fronts: Fronts, prompt: str, **options: Any) -> Completion:
+    async with AsyncClient(fronts.address) as client:
         return await client.generate(prompt, **options)
 
 
@@ -67,11 +72,11 @@ def token_ids(choice: Any) -> tuple[int, ...]:
     return tuple(token["id"] for token in choice.tokens)
 
 
-async def test_a_seed_gives_the_same_over_both_fronts(cluster: LocalCluster, client: AsyncOpenAI) -> None:
+async def test_a_seed_gives_the_same_over_both_fronts(fronts: Fronts, client: AsyncOpenAI) -> None:
     """Catches a parameter that is lost or changed on its way, and a second way of generating."""
     options: dict[str, Any] = {"max_tokens": 40, "temperature": 0.8, "top_p": 0.95, "frequency_penalty": 0.2, "seed": 7}
     extra = {"top_k": 50, "min_p": 0.01, "repetition_penalty": 1.05, "ignore_eos": True}
-    expected = await over_grpc(cluster, PROMPT, **options, **extra, logit_bias={11: -3.0})
+    expected = await over_grpc(fronts, PROMPT, **options, **extra, logit_bias={11: -3.0})
     got = await client.completions.create(
         model="target", prompt=PROMPT, **options, logit_bias={"11": -3}, extra_body={**extra, "return_tokens": True}
     )
@@ -95,9 +100,9 @@ async def test_a_seed_gives_the_same_over_both_fronts(cluster: LocalCluster, cli
     assert other.choices[0].text != choice.text
 
 
-async def test_logprobs_are_those_of_grpc(cluster: LocalCluster, client: AsyncOpenAI) -> None:
+async def test_logprobs_are_those_of_grpc(fronts: Fronts, client: AsyncOpenAI) -> None:
     options: dict[str, Any] = {"max_tokens": 24, "temperature": 0.9, "seed": 3}
-    expected = await over_grpc(cluster, PROMPT, **options, logprobs=2, ignore_eos=True)
+    expected = await over_grpc(fronts, PROMPT, **options, logprobs=2, ignore_eos=True)
     got = await client.completions.create(
         model="target", prompt=PROMPT, **options, logprobs=2, extra_body={"ignore_eos": True}
     )
@@ -140,13 +145,13 @@ async def test_a_stream_is_the_whole_in_pieces(client: AsyncOpenAI) -> None:
             )
 
 
-async def test_choice_i_draws_with_the_seed_plus_i(cluster: LocalCluster, client: AsyncOpenAI) -> None:
+async def test_choice_i_draws_with_the_seed_plus_i(fronts: Fronts, client: AsyncOpenAI) -> None:
     """Catches completions of one request that are all the same, or that nobody can repeat."""
     options: dict[str, Any] = {"max_tokens": 16, "temperature": 1.0}
     got = await client.completions.create(model="target", prompt=[PROMPT, "import os"], n=2, seed=20, **options)
     assert [choice.index for choice in got.choices] == [0, 1, 2, 3]
     expected = [
-        await over_grpc(cluster, prompt, seed=20 + index, **options)
+        await over_grpc(fronts, prompt, seed=20 + index, **options)
         for index, prompt in enumerate([PROMPT, PROMPT, "import os", "import os"])
     ]
     assert [choice.text for choice in got.choices] == [completion.text for completion in expected]
@@ -167,14 +172,14 @@ async def test_stop_and_echo_and_no_speculation(client: AsyncOpenAI) -> None:
     assert choice.outrider["speculation"]["fallbacks"][0]["reason"] == "CLIENT_DISABLED"
 
 
-async def test_chat_is_a_completion_behind_the_template(cluster: LocalCluster, client: AsyncOpenAI) -> None:
+async def test_chat_is_a_completion_behind_the_template(fronts: Fronts, client: AsyncOpenAI) -> None:
     messages: list[Any] = [
         {"role": "developer", "content": "Write Python."},
         {"role": "user", "content": [{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]},
     ]
     options: dict[str, Any] = {"temperature": 0.6, "seed": 4}
     rendered = "# system: Write Python.\n# user: one\ntwo\nasync def "
-    expected = await over_grpc(cluster, rendered, max_tokens=20, logprobs=1, **options)
+    expected = await over_grpc(fronts, rendered, max_tokens=20, logprobs=1, **options)
     arguments: dict[str, Any] = {
         "model": "target", "messages": messages, "max_completion_tokens": 20, "logprobs": True, "top_logprobs": 1,
         "extra_body": {"chat_template_kwargs": {"prefix": "async "}}, **options,
@@ -206,9 +211,9 @@ async def test_chat_is_a_completion_behind_the_template(cluster: LocalCluster, c
     assert again.usage.prompt_tokens > got.usage.prompt_tokens
 
 
-async def test_the_synchronous_client(cluster: LocalCluster) -> None:
+async def test_the_synchronous_client(fronts: Fronts) -> None:
     def use() -> None:
-        with OpenAI(base_url=f"http://{cluster.http_address}/v1", api_key="none", max_retries=0) as client:
+        with OpenAI(base_url=f"http://{fronts.http_address}/v1", api_key="none", max_retries=0) as client:
             model = client.models.list().data[0]
             assert (model.id, client.models.retrieve("target").id) == ("target", "target")
             options: dict[str, Any] = {"model": model.id, "prompt": "import ", "max_tokens": 8, "temperature": 0}
@@ -262,9 +267,9 @@ async def test_other_errors_have_their_own_classes(client: AsyncOpenAI) -> None:
     assert context.value.param == "messages"
 
 
-async def load(cluster: LocalCluster) -> tuple[int, int]:
+async def load(fronts: Fronts) -> tuple[int, int]:
     """The verifier's KV blocks in use, and its sequences."""
-    async with grpc.aio.insecure_channel(cluster.verifier.address) as channel:
+    async with grpc.aio.insecure_channel(fronts.verifier_address) as channel:
         info = await verifier_pb2_grpc.VerifierServiceStub(channel).GetInfo(
             verifier_pb2.VerifierServiceGetInfoRequest()
         )
@@ -272,7 +277,7 @@ async def load(cluster: LocalCluster) -> tuple[int, int]:
 
 
 @pytest.mark.parametrize("how", ["streaming", "waiting for the whole"])
-async def test_a_client_that_leaves_frees_every_choice(cluster: LocalCluster, client: AsyncOpenAI, how: str) -> None:
+async def test_a_client_that_leaves_frees_every_choice(fronts: Fronts, client: AsyncOpenAI, how: str) -> None:
     """Catches completions that go on for nobody."""
     options: dict[str, Any] = {"model": "target", "prompt": PROMPT, "n": 3, "max_tokens": 1700}
     options["extra_body"] = {"ignore_eos": True}
@@ -283,20 +288,21 @@ async def test_a_client_that_leaves_frees_every_choice(cluster: LocalCluster, cl
             seen.add(chunk.choices[0].index)
             if seen == {0, 1, 2}:
                 break
-        assert (await load(cluster))[1] == 3
+        assert (await load(fronts))[1] == 3
         await stream.close()
     else:
         asking = asyncio.create_task(client.completions.create(**options))
         async with asyncio.timeout(10):
-            while (await load(cluster))[1] < 3:
+            while (await load(fronts))[1] < 3:
                 await asyncio.sleep(0.02)
         asking.cancel()
     async with asyncio.timeout(10):
-        while await load(cluster) != (0, 0):
+        while await load(fronts) != (0, 0):
             await asyncio.sleep(0.02)
 
 
-async def test_no_service_logged_a_traceback(cluster: LocalCluster) -> None:
+async def test_no_service_logged_a_traceback(fronts: Fronts) -> None:
     """Runs last: everything above was the clients' doing."""
-    for name in ("gateway", "verifier", "drafter"):
-        assert "Traceback" not in (cluster.log_directory / f"{name}.log").read_text(), name
+    assert len(fronts.logs) == 3
+    for log in fronts.logs:
+        assert "Traceback" not in log.read_text(), log.name
