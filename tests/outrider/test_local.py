@@ -7,9 +7,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -22,13 +20,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
-def _fake_services(monkeypatch: pytest.MonkeyPatch) -> None:
+def _fake_services(monkeypatch):
     monkeypatch.setattr(local, "_MODULES", dict.fromkeys(("gateway", "verifier", "drafter"), FAKE))
     monkeypatch.setattr(local, "_RESTART_DELAYS", (0.1,))
     monkeypatch.setattr(local, "_LINK_SECONDS", 0.2)
 
 
-def options(tmp_path: Path, **fields: Any) -> Options:
+def options(tmp_path: Path, **fields) -> Options:
     return Options(**{"target": tmp_path, "draft": tmp_path, "drain_seconds": 1.0, **fields})
 
 
@@ -41,14 +39,14 @@ def is_alive(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
-async def eventually(condition: Callable[[], bool], within_seconds: float = 10.0) -> None:
+async def eventually(condition, within_seconds: float = 10.0) -> None:
     deadline = time.monotonic() + within_seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         await asyncio.sleep(0.02)
 
 
-async def test_starts_serves_and_leaves_nothing_behind(tmp_path: Path) -> None:
+async def test_starts_serves_and_leaves_nothing_behind(tmp_path):
     reports: list[Report] = []
     async with LocalCluster(options(tmp_path), reports.append) as cluster:
         directory = cluster.log_directory
@@ -67,21 +65,32 @@ async def test_starts_serves_and_leaves_nothing_behind(tmp_path: Path) -> None:
     assert any("vocabulary differs" in report.message for report in reports)
 
 
-async def test_both_services_are_made_for_the_same_number_of_draft_tokens(tmp_path: Path) -> None:
+async def test_both_services_are_made_for_the_same_number_of_draft_tokens(tmp_path):
     """Catches a drafter whose CUDA graphs make fewer, which then are all that anybody gets."""
     async with LocalCluster(options(tmp_path, max_draft_tokens=7)) as cluster:
         assert "--max-draft-tokens 7" in (cluster.log_directory / "verifier.log").read_text()
         assert "--graph-draft-tokens 7" in (cluster.log_directory / "drafter.log").read_text()
 
 
-async def test_a_cluster_without_a_drafter(tmp_path: Path) -> None:
+async def test_a_cluster_without_a_drafter(tmp_path):
     async with LocalCluster(options(tmp_path, drafter="none")) as cluster:
         assert "--drafters" not in (cluster.log_directory / "gateway.log").read_text()
         with pytest.raises(RuntimeError, match="no such service"):
             _ = cluster.drafter
 
 
-async def test_a_service_that_dies_while_it_loads(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "script", "flags"),
+    [("ngram", "", "--kind ngram"), ("scripted", "a.json", "--kind scripted --script a.json")],
+)
+async def test_a_drafter_without_a_model(tmp_path, kind, script, flags):
+    async with LocalCluster(options(tmp_path, draft=None, drafter=kind, script=script)) as cluster:
+        log = (cluster.log_directory / "drafter.log").read_text()
+    assert flags in log
+    assert "--model" not in log
+
+
+async def test_a_service_that_dies_while_it_loads(tmp_path):
     logs = tmp_path / "logs"
     cluster = LocalCluster(options(tmp_path, log_directory=logs, verifier_flags=("--behave", "die")))
     with pytest.raises(StartError, match=r"verifier ended with exit status 1(?s:.*)no such model"):
@@ -90,14 +99,14 @@ async def test_a_service_that_dies_while_it_loads(tmp_path: Path) -> None:
     assert (logs / "verifier.log").exists()
 
 
-async def test_a_service_that_never_serves(tmp_path: Path) -> None:
+async def test_a_service_that_never_serves(tmp_path):
     cluster = LocalCluster(options(tmp_path, start_seconds=1.0, drafter_flags=("--behave", "hang")))
     with pytest.raises(StartError, match="did not serve within 1 s"):
         await cluster.start()
     assert not cluster.verifier.is_running
 
 
-async def test_a_taken_port_is_found_before_anything_loads(tmp_path: Path) -> None:
+async def test_a_taken_port_is_found_before_anything_loads(tmp_path):
     async with LocalCluster(options(tmp_path)) as cluster:
         port = int(cluster.address.rpartition(":")[2])
         with pytest.raises(StartError, match=f"cannot listen on 127.0.0.1:{port}"):
@@ -105,7 +114,7 @@ async def test_a_taken_port_is_found_before_anything_loads(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["drafter", "verifier"])
-async def test_what_dies_is_reported_and_started_again_at_its_address(tmp_path: Path, name: str) -> None:
+async def test_what_dies_is_reported_and_started_again_at_its_address(tmp_path, name):
     reports: list[Report] = []
     async with LocalCluster(options(tmp_path), reports.append) as cluster:
         process = getattr(cluster, name)
@@ -120,7 +129,7 @@ async def test_what_dies_is_reported_and_started_again_at_its_address(tmp_path: 
         assert process.address == address
 
 
-async def test_a_drafter_that_stays_dead_until_it_is_wanted(tmp_path: Path) -> None:
+async def test_a_drafter_that_stays_dead_until_it_is_wanted(tmp_path):
     reports: list[Report] = []
     async with LocalCluster(options(tmp_path, restart=False), reports.append) as cluster:
         cluster.drafter.kill()
@@ -131,7 +140,7 @@ async def test_a_drafter_that_stays_dead_until_it_is_wanted(tmp_path: Path) -> N
         assert cluster.drafter.is_running
 
 
-async def test_the_gateways_death_ends_the_wait(tmp_path: Path) -> None:
+async def test_the_gateways_death_ends_the_wait(tmp_path):
     async with LocalCluster(options(tmp_path)) as cluster:
         waiting = asyncio.create_task(cluster.wait())
         await asyncio.sleep(0.1)
@@ -140,14 +149,14 @@ async def test_the_gateways_death_ends_the_wait(tmp_path: Path) -> None:
         await asyncio.wait_for(waiting, 5)
 
 
-async def test_a_service_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_service_that_ignores_sigterm_is_killed(tmp_path, monkeypatch):
     monkeypatch.setattr(local, "_STOP_SECONDS", 0.2)
     async with LocalCluster(options(tmp_path, drain_seconds=0.2, verifier_flags=("--behave", "stubborn"))) as cluster:
         pid = cluster.verifier.pid
     assert not is_alive(pid)
 
 
-async def test_an_interrupted_start_leaves_nothing_behind(tmp_path: Path) -> None:
+async def test_an_interrupted_start_leaves_nothing_behind(tmp_path):
     cluster = LocalCluster(options(tmp_path, verifier_flags=("--behave", "hang")))
     starting = asyncio.create_task(cluster.start())
     await asyncio.sleep(1.0)
@@ -158,7 +167,7 @@ async def test_an_interrupted_start_leaves_nothing_behind(tmp_path: Path) -> Non
     assert not is_alive(pid)
 
 
-async def test_children_end_when_the_parent_is_killed(tmp_path: Path) -> None:
+async def test_children_end_when_the_parent_is_killed(tmp_path):
     """SIGKILL leaves the parent no time for anything: only the pipe tells the children."""
     program = f"""
 import asyncio
@@ -198,9 +207,7 @@ asyncio.run(main())
         ("cuda:3", 8, ("cuda:3", "cuda:3", True)),
     ],
 )
-async def test_who_gets_which_device(
-    monkeypatch: pytest.MonkeyPatch, wanted: str, num_gpus: int, expected: tuple[str, str, bool]
-) -> None:
+async def test_who_gets_which_device(monkeypatch, wanted, num_gpus, expected):
     async def count() -> int:
         return num_gpus
 
@@ -209,7 +216,7 @@ async def test_who_gets_which_device(
     assert (devices.verifier, devices.drafter, devices.is_shared) == expected
 
 
-async def test_one_gpu_is_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_gpu_is_split(tmp_path, monkeypatch):
     async def devices(wanted: str) -> local.Devices:
         return local.Devices("cuda:0", "cuda:0", is_shared=True)
 
