@@ -81,7 +81,12 @@ class ServiceProcess:
         """
         deadline = time.monotonic() + within_seconds
         async with grpc.aio.insecure_channel(
-            self._health_address, options=[("grpc.max_reconnect_backoff_ms", 500), ("grpc.enable_http_proxy", 0)]
+            self._health_address,
+            options=[
+                ("grpc.initial_reconnect_backoff_ms", 100),
+                ("grpc.max_reconnect_backoff_ms", 100),
+                ("grpc.enable_http_proxy", 0),
+            ],
         ) as channel:
             health = health_pb2_grpc.HealthStub(channel)
             while True:
