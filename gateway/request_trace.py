@@ -137,14 +137,16 @@ class RequestTrace:
         """The services that the sequence is opened with; no drafter when empty."""
         if self.span is None:
             return
-        attributes = {"outrider.verifier": verifier, "outrider.drafter": drafter}
+        attributes = {"outrider.verifier.address": verifier, "outrider.drafter.address": drafter}
         self.span.set_attributes(attributes)
         self.span.add_event("outrider.routed", attributes)
 
     def refused_by(self, verifier: str, error: Exception) -> None:
         """A verifier did not take the sequence, which goes on to another one."""
         if self.span is not None:
-            self.span.add_event("outrider.rerouted", {"outrider.verifier": verifier, "exception.message": str(error)})
+            self.span.add_event(
+                "outrider.rerouted", {"outrider.verifier.address": verifier, "exception.message": str(error)}
+            )
 
     def sending(self) -> float:
         """A piece of the answer is on its way to the client; the time to hand to `sent`."""

@@ -94,7 +94,7 @@ class Session:
                 "outrider.fallback",
                 {
                     "outrider.fallback.reason": reason.removeprefix("FALLBACK_REASON_"),
-                    "outrider.position": fallback.position,
+                    "outrider.fallback.position": fallback.position,
                 },
             )
         if update.HasField("ended"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -89,6 +90,13 @@ async def test_one_trace_from_client_to_drafter(
     drafts = receiver.named("draft")
     assert drafts
     assert {draft.parent_span_id for draft in drafts} == {decode.span_id}
+    fallbacks: list[Mapping[str, Any]] = []
     for span in (completion, decode):
         [event] = [event for event in span.events if event.name == "outrider.fallback"]
+        fallbacks.append(attributes(event))
         assert attributes(event)["outrider.fallback.reason"] == "DRAFTER_MAX_LENGTH"
+    # What both services tell has one name: a query finds it in either's spans.
+    assert fallbacks[0] == fallbacks[1]
+    assert fallbacks[0]["outrider.fallback.position"] == finished.speculation.fallbacks[0].position
+    addresses = {attributes(span)["outrider.drafter.address"] for span in (completion, decode)}
+    assert addresses == {cluster.drafter.address}

@@ -103,7 +103,7 @@ async def test_span_of_a_completed_request(
         "rpc.system.name": "grpc",
         "rpc.method": "outrider.v1.GenerationService/Generate",
         "rpc.response.status_code": "OK",
-        "outrider.verifier": verifier.address,
+        "outrider.verifier.address": verifier.address,
         "outrider.num_steps": 2,
         "outrider.num_draft_tokens": 4,
         "outrider.num_accepted_tokens": 2,
@@ -116,7 +116,10 @@ async def test_span_of_a_completed_request(
     assert span.status.status_code is StatusCode.UNSET
     routed, first_token, event = span.events
     assert routed.name == "outrider.routed"
-    assert dict(routed.attributes or {}) == {"outrider.verifier": verifier.address, "outrider.drafter": ""}
+    assert dict(routed.attributes or {}) == {
+        "outrider.verifier.address": verifier.address,
+        "outrider.drafter.address": "",
+    }
     assert first_token.name == "outrider.first_token"
     assert event.name == "outrider.fallback"
     assert dict(event.attributes or {}) == {
@@ -259,7 +262,7 @@ async def test_a_request_that_goes_elsewhere_shows(
     routed, rerouted, routed_again = span.events
     assert rerouted.name == "outrider.rerouted"
     assert (rerouted.attributes or {})["exception.message"] == "full"
-    addresses = {(event.attributes or {})["outrider.verifier"] for event in (routed, routed_again)}
+    addresses = {(event.attributes or {})["outrider.verifier.address"] for event in (routed, routed_again)}
     assert addresses == {verifier.address, other_verifier.address}
 
 

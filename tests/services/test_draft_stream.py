@@ -219,7 +219,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("max_draft_tokens", {"max_draft_tokens": 33}),
     ("sampling.temperature", {"sampling": common_pb2.SamplingParameters(temperature=float("nan"))}),
     ("sampling.top_p", {"sampling": common_pb2.SamplingParameters(top_p=7)}),
-    ("sampling.logit_bias", {"sampling": common_pb2.SamplingParameters(logit_bias={64: 1})}),
+    ("sampling.logit_bias", {"sampling": common_pb2.SamplingParameters(logit_bias={1: 101})}),
 ]
 
 

@@ -135,7 +135,7 @@ async def test_a_fallback_is_an_event_and_an_error_a_status(pair: Pair) -> None:
         assert event.name == "outrider.fallback"
         assert event.attributes is not None
         assert event.attributes["outrider.fallback.reason"] == "DRAFTER_LOST"
-        assert event.attributes["outrider.position"] == result.fallbacks[0][1]
+        assert event.attributes["outrider.fallback.position"] == result.fallbacks[0][1]
         recorder.exporter.clear()
 
         await client.decode(
