@@ -61,7 +61,6 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("sampling.seed", {"sampling__seed": None}),
     ("sampling.temperature", {"sampling__temperature": -1.0}),
     ("sampling.temperature", {"sampling__temperature": NAN}),
-    ("sampling.temperature", {"sampling__temperature": 0.001}),
     ("sampling.temperature", {"sampling__temperature": 101.0}),
     ("sampling.top_p", {"sampling__top_p": 0.0}),
     ("sampling.top_p", {"sampling__top_p": 1.5}),
