@@ -10,16 +10,19 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import NamedTuple, NoReturn, Protocol, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from engine.block_manager import BlockTable
 from engine.draft_tokens import NO_DRAFT_TOKENS, DraftTokens
-from engine.slots import Slot
-from kernels.penalties import TokenHistory
 from outrider.protocol.sampling_parameters import SamplingParameters
+
+if TYPE_CHECKING:
+    # Where torch is: what only counts passes need not load it.
+    from engine.slots import Slot
+    from kernels.penalties import TokenHistory
 
 RowT = TypeVar("RowT", contravariant=True)
 ResultT = TypeVar("ResultT", covariant=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from engine.step import PassKind
 from kernels.limits import MAX_DRAFT_TOKENS
 from outrider.service.instruments import POWERS_OF_TWO, SECONDS
 from outrider.service.metrics import ServiceMetrics
@@ -58,6 +59,13 @@ class VerifierMetrics(ServiceMetrics):
             "outrider.verifier.prefill.tokens",
             "{token}",
             "Tokens of prompts, and of preempted sequences, that were computed",
+        )
+        self.passes = make.counter(
+            "outrider.verifier.passes",
+            "{pass}",
+            "Passes of the target model: graph, prompt (chunks of prompts, which no CUDA graph holds), or eager "
+            "(something that decodes, without a CUDA graph)",
+            {"kind": tuple(kind.value for kind in PassKind)},
         )
         self.tokens = make.counter(
             "outrider.verifier.tokens", "{token}", "Tokens committed, by origin", {"origin": ORIGINS}

@@ -52,6 +52,7 @@ class StepMetrics:
         self._stages["verify"].add(_seconds(step.start_ns, step.end_ns))
         self._stages["commit"].add(_seconds(step.end_ns, told_ns))
         self._stages["report"].add(report_seconds)
+        self._metrics.passes.add(1, step.kind.value)
         self._batch_sequences.add(len(step.batch))
         self._batch_tokens.add(sum([part.num_new + part.num_drafts for part in step.batch]))
         if step.num_prefill_tokens:

@@ -193,4 +193,8 @@ async def test_failures_refusals_and_preemptions(
         "outrider_verifier_tokens_total", origin="plain"
     )
     assert found.total("outrider_verifier_tokens_total") == 5 * 76
+    # Without graphs there are two kinds; a pass of both prompts and what decodes counts as the latter.
+    passes = found.by("outrider_verifier_passes_total", "kind")
+    assert passes["prompt"] > 0
+    assert passes["eager"] >= 76
     assert found.total("outrider_verifier_sequences_limit") == load.max_running
