@@ -1,22 +1,24 @@
-"""The project's drafter in a steady state: the K-token loop as the drafter service runs it, without the network."""
+"""The project's drafter in a steady state: the K-token loop as its executor runs it, and nothing around it."""
 
 from __future__ import annotations
 
 import random
 import statistics
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from benchmarks.timing import queued_milliseconds
-from drafter_service.drafter import Draft, Drafter
-from drafter_service.factory import make_drafter
-from drafter_service.model_drafter import ModelDrafter
-from drafter_service.sequence import DraftSequence
+from drafter_service.executor import DraftExecutor
 from drafter_service.settings import DrafterSettings
+from engine.block_manager import BlockManager, BlockTable
+from engine.cuda_graph import GraphPool
+from engine.device import make_runner
+from engine.slots import SlotPool
+from engine.step import Drafted, DraftRow
 from outrider.protocol.sampling_parameters import SamplingParameters
-from outrider.v1 import common_pb2
 
 _NUM_ACCEPTED = 2
 
@@ -25,76 +27,88 @@ class DrafterLoop:
     """Rounds of drafting in which the target accepts two draft tokens and replaces the third."""
 
     def __init__(
-        self, model: Path, device: torch.device, *, vocab_size: int, num_draft_tokens: int, num_blocks: int
+        self, model: Path, device: torch.device, *, num_draft_tokens: int, num_blocks: int, max_batch_size: int
     ) -> None:
+        # What the settings leave as it is, is as the service has it.
         settings = DrafterSettings(model=model, device=str(device), num_blocks=num_blocks)
-        self._drafter: Drafter = make_drafter(settings)
-        self._drafter.load()
-        self._vocab_size = vocab_size
+        self._runner = make_runner(settings, model)
+        self._runner.warm_up()
+        self._executor = DraftExecutor(
+            self._runner,
+            num_slots=max_batch_size,
+            max_graph_rows=max_batch_size,
+            max_draft_tokens=num_draft_tokens,
+            num_candidates=settings.num_candidates,
+        )
+        if device.type == "cuda":
+            self._executor.use_graphs(GraphPool(device))
+        self._executor.warm_up()
+        self._blocks = BlockManager(self._runner.num_blocks, self._runner.block_size)
+        self._slots = SlotPool(max_batch_size)
         self._num_draft_tokens = num_draft_tokens
+        self._num_accepted = min(_NUM_ACCEPTED, num_draft_tokens - 1)
         self._random = random.Random(11)
 
     def milliseconds(self, batch_size: int, context: int, *, num_rounds: int = 24, num_warm_up: int = 6) -> float:
-        """Median time of one round, from verdicts taken in to draft tokens on the host, at about so much context.
+        """Median time of one round, from its rows to draft tokens on the host, at about so much context.
 
-        Raises RuntimeError when the drafter does not draft K tokens for each sequence.
+        Raises RuntimeError when K tokens are not drafted for each row, or the cache is too small.
         """
-        # Sequences grow from round to round: the mean of the contexts is what was asked for.
-        grown = (num_rounds // 2 + num_warm_up) * (_NUM_ACCEPTED + 1)
-        sequences = [self._sequence(index, max(context - grown, 8)) for index in range(batch_size)]
+        # Rows move on from round to round: the mean of the contexts is what was asked for.
+        grown = (num_rounds // 2 + num_warm_up) * (self._num_accepted + 1)
+        rows = [self._row(index, max(context - grown, 8)) for index in range(batch_size)]
         try:
-            drafts = self._draft_prompts(sequences)
             times = []
             for number in range(num_warm_up + num_rounds):
-                for sequence in sequences:
-                    self._commit(sequence, drafts[sequence.sequence_id])
                 start = time.perf_counter()
-                answers = self._drafter.draft(sequences)
+                drafted = self._draft(rows)
                 if number >= num_warm_up:
                     times.append(time.perf_counter() - start)
-                drafts = {answer.sequence.sequence_id: self._tokens(answer) for answer in answers}
+                for row, found in zip(rows, drafted, strict=True):
+                    self._move_on(row, found)
             return statistics.median(times) * 1e3
         finally:
-            for sequence in sequences:
-                self._drafter.release(sequence)
+            for row in rows:
+                self._blocks.free(row.blocks)
+                self._slots.give_back(row.slot)
 
     def device_milliseconds(self, batch_size: int) -> float | None:
-        """Time of the device's part, over what the last round of so many sequences left; None without CUDA graphs."""
-        graphs = self._drafter._graphs if isinstance(self._drafter, ModelDrafter) else None
-        if graphs is None or self._drafter.device is None:
+        """Time of the device's part, over what the last round of so many rows left; None without CUDA graphs."""
+        graphs = self._executor.graphs
+        if graphs is None:
             return None
-        return queued_milliseconds(graphs.graph_of(batch_size, is_filtered=False).replay, self._drafter.device)
+        return queued_milliseconds(graphs.graph_of(batch_size, is_filtered=False).replay, self._runner.device)
 
-    def _sequence(self, index: int, num_tokens: int) -> DraftSequence:
-        sampling = common_pb2.SamplingParameters(temperature=1.0, seed=index)
-        return DraftSequence(
-            sequence_id=index,
-            token_ids=[self._random.randrange(self._vocab_size) for _ in range(num_tokens)],
-            num_prompt_tokens=num_tokens,
-            sampling=SamplingParameters.from_message(sampling, vocabulary_size=self._vocab_size),
-            max_draft_tokens=self._num_draft_tokens,
-            wants_candidates=True,
-        )
+    def _draft(self, rows: Sequence[DraftRow]) -> list[Drafted]:
+        (only_pass,) = self._executor.submit(rows)
+        drafted = [found for found in only_pass.collect() if found is not None]
+        counts = [len(found.token_ids) for found in drafted]
+        if counts != [self._num_draft_tokens] * len(rows):
+            raise RuntimeError(f"expected {self._num_draft_tokens} draft tokens for {len(rows)} rows, got {counts}")
+        return drafted
 
-    def _draft_prompts(self, sequences: list[DraftSequence]) -> dict[int, list[int]]:
-        drafts: dict[int, list[int]] = {}
-        # Prompts are computed in chunks: a sequence is passed again until it has its draft.
-        for _ in range(10_000):
-            waiting = [sequence for sequence in sequences if sequence.sequence_id not in drafts]
-            if not waiting:
-                return drafts
-            for answer in self._drafter.draft(waiting):
-                drafts[answer.sequence.sequence_id] = self._tokens(answer)
-        raise RuntimeError("the drafter never finished the prompts")
+    def _row(self, index: int, num_tokens: int) -> DraftRow:
+        """The first round behind a random prompt, all of which but the last token is computed here."""
+        slot, sampling, blocks = self._slots.take(), SamplingParameters(temperature=1.0, seed=index), BlockTable()
+        token_ids = [self._random.randrange(self._runner.vocab_size) for _ in range(num_tokens)]
+        row = DraftRow(slot, sampling, blocks, num_tokens - 1, token_ids[-1:], self._num_draft_tokens)
+        self._make_room(row)
+        most = self._runner.max_num_batched_tokens
+        for start in range(0, num_tokens - 1, most):
+            chunk = token_ids[start : min(start + most, num_tokens - 1)]
+            for one_pass in self._executor.submit([DraftRow(slot, sampling, blocks, start, chunk, 0)]):
+                one_pass.collect()
+        return row
 
-    def _tokens(self, answer: object) -> list[int]:
-        if not isinstance(answer, Draft) or len(answer.token_ids) != self._num_draft_tokens:
-            raise RuntimeError(f"expected {self._num_draft_tokens} draft tokens, got {answer}")
-        return list(answer.token_ids)
+    def _move_on(self, row: DraftRow, drafted: Drafted) -> None:
+        """Make of it the row of the next round: what was accepted is computed, what stands in place of the rest not."""
+        rejected = drafted.token_ids[self._num_accepted]
+        vocab_size = self._runner.vocab_size
+        row.start += len(row.token_ids) + self._num_accepted
+        row.token_ids = [(rejected + 1 + self._random.randrange(vocab_size - 1)) % vocab_size]
+        self._make_room(row)
 
-    def _commit(self, sequence: DraftSequence, draft: list[int]) -> None:
-        sequence.proposing.propose(draft)
-        num_accepted = min(_NUM_ACCEPTED, len(draft) - 1)
-        recovered = (draft[num_accepted] + 1 + self._random.randrange(self._vocab_size - 1)) % self._vocab_size
-        tokens = [*draft[:num_accepted], recovered]
-        sequence.commit(tokens, sequence.length + len(tokens), sequence.proposing.epoch + 1)
+    def _make_room(self, row: DraftRow) -> None:
+        # The last draft token is not computed.
+        if not self._blocks.grow(row.blocks, row.start + len(row.token_ids) + row.num_draft_tokens - 1):
+            raise RuntimeError("the cache is too small for this batch and context")

@@ -12,40 +12,37 @@ from the device.
 from __future__ import annotations
 
 import argparse
-import statistics
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
-from verifier_service.verify import Verified
 
-import verifier_service.engine
 from benchmarks import goals
+from benchmarks.cluster import NUM_CANDIDATES
 from benchmarks.records import Record, Recorder, of_kind, remarks, table
 from benchmarks.sequences import speculating_sequence
-from drafter_service.draft_graph import DraftGraph, DraftGraphs
+from benchmarks.stopwatch import Stopwatch
+from benchmarks.table_executors import DraftTable, StubRunner, TargetTable
 from drafter_service.engine import DrafterEngine, EngineOutput, FrameArrived, SessionOpened, SessionOutput
 from drafter_service.model_drafter import ModelDrafter
-from engine.block_manager import BlockManager
-from engine.static_tensors import StaticTensors
-from kernels.limits import NUM_CANDIDATES
 from outrider.protocol.fingerprint import TokenizerDigest
 from outrider.v1 import drafter_pb2
-from verifier_service.decode_graph import DecodeGraph, DecodeGraphs
 from verifier_service.engine import VerifierEngine
 from verifier_service.events import Event, LinkUp, ProposalsArrived, SequenceOpened, StepOutput
 from verifier_service.proposals import parse_proposals
-from verifier_service.scheduler import Scheduled
+from verifier_service.reporting import Reporter
+from verifier_service.scheduler import Scheduler
 from verifier_service.speculation import LinkKey
+from verifier_service.steps_in_flight import StepsInFlight
+from verifier_service.target import Target
 
 K = 4
 SPLIT_FROM = 16  # as the verifier's setting
+MAX_GRAPH_ROWS = 64  # as both services' settings
 LINK = LinkKey("drafter:1", 1)
 
 # In the order of the way; those behind `launch` are done while the device works.
@@ -69,119 +66,26 @@ _ON_THE_WAY = [name for name in STAGES if name != "report"]
 _VERIFIERS = [name for name in _ON_THE_WAY if STAGES[name].startswith("verifier")]
 
 
-class Stopwatch:
-    """CPU time of the thread by stage, without what is excluded."""
-
-    def __init__(self) -> None:
-        self.seconds: defaultdict[str, list[float]] = defaultdict(list)
-        self._excluded = 0.0
-
-    @contextmanager
-    def stage(self, name: str) -> Iterator[None]:
-        """Count what happens here."""
-        start, excluded = time.thread_time(), self._excluded
-        yield
-        self.seconds[name].append(time.thread_time() - start - (self._excluded - excluded))
-
-    @contextmanager
-    def excluded(self) -> Iterator[None]:
-        """Do not count it, whatever stage it belongs to."""
-        start = time.thread_time()
-        yield
-        self._excluded += time.thread_time() - start
-
-    def timed(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, counted as a stage."""
-
-        def call(*arguments: Any, **options: Any) -> Any:
-            with self.stage(name):
-                return function(*arguments, **options)
-
-        return call
-
-    def microseconds(self, name: str) -> float:
-        """The median of a stage."""
-        return 1e6 * statistics.median(self.seconds[name])
-
-
-class _Runner:
-    """As much of a model runner as graphs ask for that are never captured."""
-
-    vocab_size, block_size, max_length, max_num_batched_tokens = 128_256, 16, 4096, 8192
-    device = torch.device("cpu")
-    eos_token_ids = ()
-
-    def __init__(self, batch_size: int) -> None:
-        self.num_blocks = 64 * batch_size + 64
-
-    def warm_up(self) -> None:
-        pass
-
-    def execute(self, slices: Sequence[Any]) -> torch.Tensor:
-        return torch.zeros(len(slices), self.vocab_size)
-
-
-class _Target:
-    def __init__(self, runner: Any, num_candidates: int) -> None:
-        self.runner, self.vocabulary_size, self.max_length = runner, runner.vocab_size, runner.max_length
-        self.max_num_batched_tokens, self.device = runner.max_num_batched_tokens, runner.device
-        self.blocks = BlockManager(runner.num_blocks, runner.block_size)
-        self.graphs = DecodeGraphs(runner, max_sequences=64, max_draft_tokens=K, num_candidates=num_candidates)
-
-    def load(self) -> None:
-        pass
-
-
-class Tables:
-    """Answers in place of the models: random candidates, four in five draft tokens accepted."""
-
-    def __init__(self, watch: Stopwatch, num_candidates: int) -> None:
-        self._watch = watch
-        self._random = np.random.default_rng(0)
-        rows = [self._random.choice(_Runner.vocab_size, num_candidates, replace=False) for _ in range(500)]
-        self._candidates = torch.from_numpy(np.stack(rows).astype(np.int32))
-        self._weight = (1 << 16) // num_candidates
-
-    def draft(self, graph: Any) -> None:
-        """Fill the results of a drafting round."""
-        with self._watch.excluded():
-            outputs = graph._outputs.device
-            rows = torch.from_numpy(self._random.integers(0, len(self._candidates), outputs["token_ids"].shape))
-            outputs["candidate_ids"].copy_(self._candidates[rows])
-            outputs["candidate_weights"].fill_(self._weight)
-            outputs["token_ids"].copy_(outputs["candidate_ids"][:, :, 0])
-
-    def verify(self, graph: Any) -> None:
-        """Fill the results of a step."""
-        with self._watch.excluded():
-            host, results = graph._inputs.host, graph._outputs.device["results"]
-            starts, drafts = host["cu_num_drafts"], host["draft_token_ids"]
-            for row in range(graph.shape.num_sequences):
-                proposed = drafts[starts[row] : starts[row + 1]]
-                num_accepted = min(int(self._random.geometric(0.2)) - 1, len(proposed))
-                tokens = [*proposed[:num_accepted].tolist(), int(self._random.integers(_Runner.vocab_size))]
-                results[row, 0] = num_accepted
-                results[row, 1 : num_accepted + 2] = torch.tensor(tokens, dtype=torch.int32)
-
-
 class Loop:
     """Verifier and drafter, and the frames between them; nothing waits for anything."""
 
     def __init__(self, batch_size: int, num_candidates: int, watch: Stopwatch) -> None:
         self._watch = watch
-        runner: Any = _Runner(batch_size)
+        runner: Any = StubRunner(batch_size)
+        sizes = {"max_rows": MAX_GRAPH_ROWS, "max_draft_tokens": K, "num_candidates": num_candidates}
         drafter = ModelDrafter(
             lambda: runner,
+            lambda runner: DraftTable(runner, watch, **sizes),
             name="draft",
             revision="",
             tokenizer=TokenizerDigest(),
             max_num_batched_tokens=runner.max_num_batched_tokens,
-            num_candidates=num_candidates,
+            max_sequences=batch_size,
+            has_graphs=False,
         )
         drafter.load()
-        drafter._graphs = DraftGraphs(runner, max_sequences=64, max_draft_tokens=K, num_candidates=num_candidates)
-        drafter._run = _prompts  # type: ignore[method-assign]
-        target: Any = _Target(runner, num_candidates)
+        executor: Any = TargetTable(runner, watch, **sizes)
+        target = Target(lambda: runner, lambda _: executor, has_graphs=False)
         self._drafter = DrafterEngine(drafter, max_sequences=batch_size)
         self._limits = drafter.limits
         self._drafter.handle(SessionOpened(1, self._limits))
@@ -191,20 +95,11 @@ class Loop:
         self._verifier.load()
         sequences = [
             speculating_sequence(
-                number, LINK, num_prompt_tokens=128, length_limit=_Runner.max_length, num_draft_tokens=K
+                number, LINK, num_prompt_tokens=128, length_limit=StubRunner.max_length, num_draft_tokens=K
             )
             for number in range(1, batch_size + 1)
         ]
         self._inbox: list[Event] = [LinkUp(LINK, 0), *map(SequenceOpened, sequences)]
-        for owner, method, name in (
-            (drafter, "draft", "draft"),
-            (self._verifier._scheduler, "schedule", "schedule"),
-            (self._verifier._pipeline, "launch", "launch"),
-            (self._verifier._pipeline, "collect", "collect"),
-            (self._verifier, "_finish", "commit"),
-            (self._verifier._reporter, "report", "report"),
-        ):
-            setattr(owner, method, watch.timed(name, getattr(owner, method)))
 
     def turn(self) -> None:
         """What has arrived, then a step of the verifier; its verdicts go to the drafter at once."""
@@ -241,20 +136,24 @@ class Loop:
         with self._watch.stage("decode proposals"):
             frame = drafter_pb2.DraftResponse.FromString(data)
         with self._watch.stage("check proposals"):
-            drafts = parse_proposals(frame.proposals, _Runner.vocab_size, self._limits)
+            drafts = parse_proposals(frame.proposals, StubRunner.vocab_size, self._limits)
         self._inbox.append(ProposalsArrived(LINK, frame, drafts))
 
 
-def _prompts(planned: Sequence[Any]) -> list[Any]:
-    """The drafter's pass over prompts: all but the last token, which the graph computes in the next round."""
-    for item in planned:
-        item.sequence.num_computed = item.sequence.length - 1
-    return []
-
-
-def _prompt_step(target: Any, batch: Sequence[Scheduled]) -> list[Verified | None]:
-    """The verifier's pass over prompts."""
-    return [Verified([5], 0) if part.is_sampled else None for part in batch]
+@contextmanager
+def _timed_stages(watch: Stopwatch) -> Iterator[None]:
+    """Count the stages that are methods of the services."""
+    with ExitStack() as patches:
+        for owner, method, name in (
+            (ModelDrafter, "draft", "draft"),
+            (Scheduler, "schedule", "schedule"),
+            (StepsInFlight, "submit", "launch"),
+            (StepsInFlight, "collect", "collect"),
+            (VerifierEngine, "_finish", "commit"),
+            (Reporter, "report", "report"),
+        ):
+            patches.enter_context(mock.patch.object(owner, method, watch.timed(name, getattr(owner, method))))
+        yield
 
 
 def summary(records: Sequence[Record]) -> str:
@@ -271,37 +170,13 @@ def summary(records: Sequence[Record]) -> str:
 def measure(batch_size: int, *, num_candidates: int, num_turns: int) -> Stopwatch:
     """Time `num_turns` steps of the verifier, after as many that warm up, up to fifty."""
     watch = Stopwatch()
-    tables = Tables(watch, num_candidates)
-    with (
-        mock.patch.object(DecodeGraph, "_compute", _as_method(tables.verify)),
-        mock.patch.object(DraftGraph, "_compute", _as_method(tables.draft)),
-        mock.patch.object(verifier_service.engine, "verify", _prompt_step),
-        # The device's own work, beside the host's.
-        mock.patch.object(StaticTensors, "upload", _excluding(watch, StaticTensors.upload)),
-        mock.patch.object(StaticTensors, "download", _excluding(watch, StaticTensors.download)),
-    ):
+    with _timed_stages(watch):
         loop = Loop(batch_size, num_candidates, watch)
         for turn in range(-min(num_turns, 50), num_turns):
             if turn == 0:
                 watch.seconds.clear()
             loop.turn()
     return watch
-
-
-def _as_method(function: Callable[[Any], None]) -> Callable[[Any], None]:
-    # A bound method would not be given the instance.
-    def method(graph: Any) -> None:
-        function(graph)
-
-    return method
-
-
-def _excluding(watch: Stopwatch, method: Callable[..., None]) -> Callable[..., None]:
-    def call(tensors: StaticTensors) -> None:
-        with watch.excluded():
-            method(tensors)
-
-    return call
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

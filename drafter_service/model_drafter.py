@@ -90,10 +90,11 @@ class ModelDrafter:
         self.max_length = min(self._runner.max_length, self._runner.num_blocks * self._runner.block_size)
         self._executor = self._make_executor(self._runner)
         self._runner.warm_up()
-        if self._has_graphs and self._runner.device.type == "cuda":
+        has_graphs = self._has_graphs and self._runner.device.type == "cuda"
+        if has_graphs:
             self._executor.use_graphs(GraphPool(self._runner.device))
         self._executor.warm_up()
-        if self._executor.graphs is not None:
+        if has_graphs:
             warn_of_late_compilation()
 
     @property
