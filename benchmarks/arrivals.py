@@ -23,7 +23,7 @@ from pathlib import Path
 import grpc
 
 from benchmarks.arrivals_tables import mode_name, summary
-from benchmarks.cluster import NUM_CANDIDATES, CpuClock, Placement, make_cluster, print_logs, wait_for_drafter
+from benchmarks.cluster import CpuClock, Placement, make_cluster, print_logs, wait_for_drafter
 from benchmarks.pair import PairDirectory, add_pair_arguments, pair_of
 from benchmarks.records import EXIT_VOID, Record, Recorder, of_kind, progress, remarks, run_refusable
 from benchmarks.serve import ServeBenchmark
@@ -31,6 +31,7 @@ from benchmarks.timing import resolve_device
 from benchmarks.traffic import Traffic
 from benchmarks.traffic_figures import Limits, figures_of
 from benchmarks.traffic_sender import Sender
+from kernels.limits import NUM_CANDIDATES
 from outrider.client import AsyncClient, ClientError
 from outrider.local import LocalCluster, StartError
 

@@ -33,6 +33,7 @@ class DrafterLoop:
         settings = DrafterSettings(model=model, device=str(device), num_blocks=num_blocks)
         self._runner = make_runner(settings, model)
         self._runner.warm_up()
+        self._num_candidates = settings.num_candidates
         self._executor = DraftExecutor(
             self._runner,
             num_slots=max_batch_size,
@@ -91,12 +92,16 @@ class DrafterLoop:
         """The first round behind a random prompt, all of which but the last token is computed here."""
         slot, sampling, blocks = self._slots.take(), SamplingParameters(temperature=1.0, seed=index), BlockTable()
         token_ids = [self._random.randrange(self._runner.vocab_size) for _ in range(num_tokens)]
-        row = DraftRow(slot, sampling, blocks, num_tokens - 1, token_ids[-1:], self._num_draft_tokens)
+        row = DraftRow(
+            slot, sampling, blocks, num_tokens - 1, token_ids[-1:], self._num_draft_tokens, self._num_candidates
+        )
         self._make_room(row)
         most = self._runner.max_num_batched_tokens
         for start in range(0, num_tokens - 1, most):
             chunk = token_ids[start : min(start + most, num_tokens - 1)]
-            for one_pass in self._executor.submit([DraftRow(slot, sampling, blocks, start, chunk, 0)]):
+            for one_pass in self._executor.submit(
+                [DraftRow(slot, sampling, blocks, start, chunk, 0, self._num_candidates)]
+            ):
                 one_pass.collect()
         return row
 

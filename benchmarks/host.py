@@ -22,13 +22,13 @@ from unittest import mock
 import torch
 
 from benchmarks import goals
-from benchmarks.cluster import NUM_CANDIDATES
 from benchmarks.records import Record, Recorder, of_kind, remarks, table
 from benchmarks.sequences import speculating_sequence
 from benchmarks.stopwatch import Stopwatch
 from benchmarks.table_executors import DraftTable, StubRunner, TargetTable
 from drafter_service.engine import DrafterEngine, EngineOutput, FrameArrived, SessionOpened, SessionOutput
 from drafter_service.model_drafter import ModelDrafter
+from kernels.limits import NUM_CANDIDATES
 from outrider.protocol.fingerprint import TokenizerDigest
 from outrider.v1 import drafter_pb2
 from verifier_service.engine import VerifierEngine

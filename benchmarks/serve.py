@@ -17,13 +17,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks import goals
-from benchmarks.cluster import NUM_CANDIDATES, CpuClock, Placement, make_cluster, print_logs, wait_for_drafter
+from benchmarks.cluster import CpuClock, Placement, make_cluster, print_logs, wait_for_drafter
 from benchmarks.load import Wave, Workload, random_prompts, run_wave, statistics_of
 from benchmarks.pair import PairDirectory, add_pair_arguments, pair_of
 from benchmarks.parity import NUM_LOGPROBS, check_parity
 from benchmarks.records import EXIT_VOID, Record, Recorder, has_goals, of_kind, progress, remarks, run_refusable, table
 from benchmarks.serve_plot import save_plot
 from benchmarks.timing import resolve_device
+from kernels.limits import NUM_CANDIDATES
 from outrider.client import AsyncClient, ClientError
 from outrider.local import LocalCluster, StartError
 

@@ -203,7 +203,7 @@ class Pair:
                 )
                 span.end(record.end_ns)
         else:
-            drafts = parse_proposals(output.frame.proposals, _Target.vocabulary_size)
+            drafts = parse_proposals(output.frame.proposals, _Target.vocabulary_size, LIMITS)
             self._verifier.handle(ProposalsArrived(LINK, output.frame, drafts))
 
 
