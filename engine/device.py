@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 
+from engine.cores import usable_cores
 from engine.model_runner import ModelRunner
 
 
@@ -37,8 +38,9 @@ def make_runner(settings: RunnerSettings, model_path: Path) -> ModelRunner:
     Raises ModelLoadError for a model that cannot be served and ValueError for a device that is not there.
     """
     device = resolve_device(settings.device)
-    if device.type == "cpu" and settings.num_threads:
-        torch.set_num_threads(settings.num_threads)
+    if device.type == "cpu":
+        # Where none are asked for: PyTorch's own number, which OMP_NUM_THREADS can set, within what there is.
+        torch.set_num_threads(settings.num_threads or min(torch.get_num_threads(), usable_cores()))
     return ModelRunner(
         model_path,
         device=device,

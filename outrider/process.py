@@ -157,9 +157,6 @@ def _environment() -> dict[str, str]:
     environment = dict(os.environ)
     # For clients alone.
     environment.pop(API_KEY_VARIABLE, None)
-    # Idle OpenMP threads spin by default. With several services on few cores they spin on what the others need: on two
-    # busy cores, decoding was four to ten times faster without.
-    environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     if _ROOT.name not in ("site-packages", "dist-packages"):
         # A checkout that is not installed: the children find the packages where this one was found.
         path = environment.get("PYTHONPATH")

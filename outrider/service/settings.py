@@ -220,7 +220,9 @@ class ModelSettings(ServiceSettings):
         ge=1,
         description="steps of a traced request that get a span each; later ones are folded, as many to a span",
     )
-    num_threads: int = Field(default=0, ge=0, description="CPU threads of the model; 0 takes PyTorch's default")
+    num_threads: int = Field(
+        default=0, ge=0, description="CPU threads of the model; 0: one for each core that it may use"
+    )
     busy_poll_seconds: float | None = Field(
         default=None,
         ge=0,
