@@ -240,9 +240,6 @@ class LocalCluster:
         verifier_address, drafter_address = f"127.0.0.1:{verifier_port}", f"127.0.0.1:{drafter_port}"
         loaded = ["--dtype", options.dtype]
         verifier_flags = [*common, *loaded, "--model", str(options.target), "--device", devices.verifier]
-        if devices.drafter == "cpu":
-            # The services share the machine's cores, and a drafter that is merely slow is not to be taken for dead.
-            verifier_flags += ["--draft-timeout-seconds", "10"]
         if options.max_draft_tokens is not None:
             verifier_flags += ["--max-draft-tokens", str(options.max_draft_tokens)]
         gateway_flags = [*common, "--verifiers", verifier_address, *options.front_door.flags()]

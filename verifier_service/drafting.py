@@ -10,8 +10,9 @@ from engine.draft_tokens import DraftTokens
 from outrider.protocol.wire import pack_tokens
 from outrider.v1 import common_pb2, drafter_pb2
 from verifier_service.gathering import Gathering
+from verifier_service.patience import Patience, UsualTime
 from verifier_service.sequence import TargetSequence
-from verifier_service.speculation import LATE, WAITING, LinkKey
+from verifier_service.speculation import LATE, WAITING, LinkKey, Speculation, State
 
 _FALLBACKS = {
     drafter_pb2.NO_PROPOSAL_REASON_MAX_LENGTH: common_pb2.FALLBACK_REASON_DRAFTER_MAX_LENGTH,
@@ -23,21 +24,24 @@ _FALLBACKS = {
 class _Link:
     max_length: int
     heard_at: float  # monotonic, seconds
+    patience: Patience
     is_retired: bool = False
 
 
 class DraftingLinks:
     """Which drafters are up, and how long their sequences wait for proposals."""
 
-    def __init__(self, draft_timeout: float, gathering: Gathering) -> None:
+    def __init__(self, draft_timeout: float | None, gathering: Gathering) -> None:
+        """`draft_timeout`: how long to wait for a proposal, seconds; None: by what they usually take."""
         self._draft_timeout = draft_timeout
+        self._step = UsualTime()
         self._gathering = gathering
         self._links: dict[LinkKey, _Link] = {}
         self.num_late = 0  # times that a sequence gave up waiting; only ever grows
 
     def add(self, key: LinkKey, max_length: int) -> None:
         """A drafter is ready."""
-        self._links[key] = _Link(max_length, time.monotonic())
+        self._links[key] = _Link(max_length, time.monotonic(), Patience(self._step, self._draft_timeout))
 
     def remove(self, key: LinkKey) -> None:
         """A drafter is gone."""
@@ -57,6 +61,10 @@ class DraftingLinks:
         for key in idle:
             self._links[key].is_retired = False
         return list(idle)
+
+    def stepped(self, seconds: float) -> None:
+        """Note how long a step of the target took."""
+        self._step.add(seconds)
 
     def is_up(self, key: LinkKey) -> bool:
         """Whether frames to the drafter can be sent."""
@@ -105,6 +113,7 @@ class DraftingLinks:
         Raises ProposalError when it breaks the protocol.
         """
         speculation = sequence.speculation
+        state, since = speculation.state, speculation.since
         num_stale = speculation.arrive(
             proposal.epoch,
             proposal.position,
@@ -113,6 +122,7 @@ class DraftingLinks:
             now,
             num_bytes=drafts.num_bytes if sequence.trace is not None else 0,
         )
+        self._note_round_trip(speculation, state, now - since)
         if speculation.drafts.token_ids:
             self._gathering.answered(sequence, now)
         return num_stale
@@ -127,36 +137,61 @@ class DraftingLinks:
         return None
 
     def silent(self, running: Iterable[TargetSequence]) -> set[LinkKey]:
-        """Drafters that owe a proposal and have sent nothing at all for as long as one may take."""
-        now, timeout = time.monotonic(), self._draft_timeout
+        """Drafters that owe a proposal and have sent nothing at all for so long that they count as lost."""
+        now, waits = time.monotonic(), self._waits()
+        silent = set()
         # Looked at before anything is called: hardly any of many sequences is overdue.
-        owing = {
-            speculation.drafter
-            for speculation in [sequence.speculation for sequence in running]
-            if (speculation.state is WAITING or speculation.state is LATE) and speculation.is_overdue(now, timeout)
-        }
-        return {key for key, link in self._links.items() if key in owing and now - link.heard_at >= timeout}
+        for speculation in [sequence.speculation for sequence in running]:
+            if (speculation.state is WAITING or speculation.state is LATE) and (key := speculation.drafter) in waits:
+                link = self._links[key]
+                # What was not owed yet was no silence: a drafter without sequences has nothing to say.
+                silence = now - max(link.heard_at, speculation.since)
+                if speculation.is_overdue(now, waits[key]) and silence >= link.patience.seconds_until_lost:
+                    silent.add(key)
+        return silent
 
     def go_on_plainly(self, running: Iterable[TargetSequence]) -> list[TargetSequence]:
         """Let sequences that have waited long enough take steps without drafts until their drafters answer.
 
         Those that should stop hoping for proposals, because they come too late or not at all, are returned.
         """
-        now, timeout = time.monotonic(), self._draft_timeout
+        now, waits = time.monotonic(), self._waits()
         hopeless = []
         for sequence in running:
             speculation = sequence.speculation
-            if speculation.state is WAITING and speculation.give_up_waiting(now, timeout):
+            if (key := speculation.drafter) not in waits:
+                continue
+            if speculation.state is WAITING and speculation.give_up_waiting(now, waits[key]):
                 self.num_late += 1
                 if sequence.trace is not None:
                     sequence.trace.draft_is_late(speculation.waited, sequence.length)
-            if speculation.state is LATE and speculation.is_hopeless(now, timeout):
+            if speculation.state is LATE and speculation.is_hopeless(now, waits[key]):
                 hopeless.append(sequence)
         return hopeless
 
     def time_until_late(self, running: Iterable[TargetSequence]) -> float | None:
         """Seconds until the next sequence will have waited too long; None when none is waiting."""
-        deadlines = [sequence.speculation.deadline(self._draft_timeout) for sequence in running]
+        waits = self._waits()
+        deadlines = [
+            speculation.deadline(waits[speculation.drafter])
+            for speculation in [sequence.speculation for sequence in running]
+            if speculation.drafter in waits
+        ]
         earliest = min((deadline for deadline in deadlines if deadline is not None), default=None)
         # A clock's tick above zero, so that sleeping cannot come back a moment too early and find nothing to do.
         return max(earliest - time.monotonic(), 0.001) if earliest is not None else None
+
+    def _waits(self) -> dict[LinkKey, float]:
+        """How long a sequence of each drafter waits for a proposal, seconds."""
+        return {key: link.patience.seconds for key, link in self._links.items()}
+
+    def _note_round_trip(self, speculation: Speculation, state: State, seconds: float) -> None:
+        """A proposal has come to a sequence that had been in `state` for so long."""
+        link = self._links.get(speculation.drafter) if speculation.drafter is not None else None
+        if link is None:
+            return
+        if state is WAITING and speculation.drafts.token_ids:
+            link.patience.answered(seconds)
+        elif state is LATE:
+            # It was waited for before it was late.
+            link.patience.answered(link.patience.seconds + seconds)

@@ -54,7 +54,7 @@ class VerifierEngine:
         max_running: int,
         max_waiting: int,
         split_from: int,
-        draft_timeout: float,
+        draft_timeout: float | None,
         is_polling: bool = False,
         metrics: StepMetrics | None = None,
     ) -> None:
@@ -168,6 +168,7 @@ class VerifierEngine:
             self._fail_all(step.batch, collected.error)
             return
         self._num_failures = 0
+        self._links.stepped((step.end_ns - step.start_ns) * 1e-9)
         now = time.monotonic()
         all_committed: list[Committed] = []
         for part, sampled in zip(step.batch, collected.sampled, strict=True):

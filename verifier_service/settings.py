@@ -39,8 +39,12 @@ class VerifierSettings(ModelSettings):
         ge=2,
         description="from so many speculating sequences on, a step verifies half of them while the other is drafted",
     )
-    draft_timeout_seconds: float = Field(
-        default=0.5, gt=0, le=60, description="longest wait for a proposal before a step without one, seconds"
+    draft_timeout_seconds: float | None = Field(
+        default=None,
+        gt=0,
+        le=60,
+        description="longest wait for a proposal before a step without one, seconds; unset: 0.5, or longer, up to 10, "
+        "where proposals and the target's own steps take longer",
     )
 
     @model_validator(mode="after")

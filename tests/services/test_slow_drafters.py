@@ -1,0 +1,62 @@
+"""A verifier that was told no time to wait: a drafter that is slow now and then stays of use."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+from drafter_service.sequence import DraftSequence
+from outrider.v1 import drafter_pb2
+from tests.services.conftest import Pair
+from tests.services.fake_drafter import Hook, Wire, fake_drafter, frame
+from tests.services.harness import decode_client, replay, running_verifier, verifier_settings
+from tests.services.reference import greedy, prompts
+from verifier_service.patience import LEAST_SECONDS
+
+PROMPT = prompts(3)[2]
+
+
+class Stalling:
+    """Sends proposal number `at` so many seconds late; counts what it sends."""
+
+    def __init__(self, seconds: float, *, at: int) -> None:
+        self._seconds = seconds
+        self._at = at
+        self.num_sent = 0
+
+    async def __call__(self, proposal: drafter_pb2.Proposal, sequence: DraftSequence) -> Sequence[Wire]:
+        self.num_sent += 1
+        if self.num_sent == self._at:
+            await asyncio.sleep(self._seconds)
+        return [frame(proposal)]
+
+
+async def decode(pair: Pair, hook: Hook, *, idle_seconds: float = 0.0) -> None:
+    target, _ = pair
+    expected = greedy(target, PROMPT, 220)
+    async with (
+        fake_drafter(replay([*PROMPT, *expected]), hook) as drafter,
+        running_verifier(verifier_settings(target, draft_timeout_seconds=None)) as (verifier, _),
+        decode_client(verifier.address) as client,
+    ):
+        await client.use_drafters(drafter.address)
+        await asyncio.sleep(idle_seconds)
+        result = await client.decode(PROMPT, drafter=drafter.address, max_tokens=220)
+        assert result.token_ids == expected
+        assert result.reasons == []
+        assert drafter.num_streams == 1
+
+
+async def test_one_stall_does_not_end_speculation(pair: Pair) -> None:
+    """Catches an answer that does without its drafter to its end because of one bad moment of the machine."""
+    stalling = Stalling(LEAST_SECONDS + 0.2, at=5)
+    await decode(pair, stalling)
+    # The stall's own proposal is followed by more.
+    assert stalling.num_sent > 10
+
+
+async def test_time_without_sequences_is_no_silence(pair: Pair) -> None:
+    """Catches a drafter that is taken for lost at its first late proposal, for what it did not say while idle."""
+    stalling = Stalling(LEAST_SECONDS + 0.2, at=1)
+    await decode(pair, stalling, idle_seconds=11 * LEAST_SECONDS)
+    assert stalling.num_sent > 10
