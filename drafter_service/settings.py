@@ -51,9 +51,9 @@ class DrafterSettings(ModelSettings):
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.kind == "model" and self.model is None:
-            raise ValueError("model must name a directory when kind is 'model'")
+            raise ValueError("model is required, the directory of the draft model, unless kind is ngram or scripted")
         if self.kind == "scripted" and not self.script:
-            raise ValueError("script must be set when kind is 'scripted'")
+            raise ValueError("script is required where kind is scripted")
         if self.min_ngram > self.max_ngram:
             raise ValueError(f"min_ngram ({self.min_ngram}) must not be above max_ngram ({self.max_ngram})")
         return self

@@ -121,15 +121,6 @@ class GatewaySettings(ServiceSettings):
             )
         return self
 
-    @field_validator("http_listen")
-    @classmethod
-    def _check_http_listen(cls, address: str | None) -> str | None:
-        if address is not None:
-            host, _, port = address.rpartition(":")
-            if not host or not port.isdigit() or int(port) >= 1 << 16:
-                raise ValueError(f"{address!r} is not host:port")
-        return address
-
     @field_validator("verifiers", "drafters")
     @classmethod
     def _check_addresses(cls, addresses: tuple[str, ...]) -> tuple[str, ...]:

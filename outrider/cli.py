@@ -207,7 +207,7 @@ def _up(parsed: argparse.Namespace) -> int:
     from outrider.up import run_up
 
     front_door = FrontDoor(**{field.name: getattr(parsed, field.name) for field in fields(FrontDoor)})
-    _check_front_door(parsed.host, front_door)
+    _check_front_door(parsed.host, parsed.port, front_door)
     options = Options(
         **_models(parsed),
         front_door=front_door,
@@ -222,14 +222,14 @@ def _up(parsed: argparse.Namespace) -> int:
     return run_up(options, Console(stderr=True))
 
 
-def _check_front_door(host: str, front_door: FrontDoor) -> None:
+def _check_front_door(host: str, port: int, front_door: FrontDoor) -> None:
     # The gateway would refuse as well, but only once the models are loaded.
     from gateway.auth import Authenticator
     from gateway.settings import GatewaySettings
     from outrider.service.security import ServerSecurity
     from outrider.service.settings import BadSettingsError
 
-    flags = ["--listen", f"{host}:0", "--verifiers", "127.0.0.1:1", *front_door.flags()]
+    flags = ["--listen", f"{host}:{port}", "--verifiers", "127.0.0.1:1", *front_door.flags()]
     try:
         settings = GatewaySettings.load(flags, program="outrider up")
         ServerSecurity(settings)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
@@ -18,8 +19,10 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
+from outrider.service.address import check_address
 from outrider.service.logs import LogFormat
 from outrider.service.loopback import is_loopback
+from outrider.service.settings_error import describe, spell
 
 SERVICES = ("GATEWAY", "VERIFIER", "DRAFTER")
 # Variables that are for clients: a service may find them in its environment, and does not read them.
@@ -95,8 +98,8 @@ class ServiceSettings(BaseSettings):
     drain_seconds: float = Field(
         default=30.0, ge=0, description="how long running sequences may go on after SIGTERM, seconds"
     )
-    log_level: str = Field(
-        default="INFO", pattern="^(DEBUG|INFO|WARNING|ERROR)$", description="least severe log line that is written"
+    log_level: Literal["DEBUG", "INFO", "WARNING", "ERROR"] = Field(
+        default="INFO", description="least severe log line that is written"
     )
     log_format: LogFormat = Field(
         default="auto", description="text for a person or json for a collector; auto is text on a terminal"
@@ -145,14 +148,11 @@ class ServiceSettings(BaseSettings):
     def _authentication(self) -> str:
         return "tls_client_ca"
 
-    @field_validator("metrics_listen")
+    # A subclass may have no such field.
+    @field_validator("listen", "health_listen", "metrics_listen", "http_listen", check_fields=False)
     @classmethod
-    def _check_metrics_listen(cls, address: str | None) -> str | None:
-        if address is not None:
-            host, _, port = address.rpartition(":")
-            if not host or not port.isdigit() or int(port) >= 1 << 16:
-                raise ValueError(f"{address!r} is not host:port")
-        return address
+    def _check_listen(cls, address: str | None) -> str | None:
+        return None if address is None else check_address(address, allows_any_port=True)
 
     @classmethod
     def settings_customise_sources(
@@ -169,8 +169,8 @@ class ServiceSettings(BaseSettings):
     def load(cls, arguments: Sequence[str], *, program: str) -> Self:
         """Settings from command-line `arguments`, then OUTRIDER_* variables, then the file that `--config` names.
 
-        Raises BadSettingsError naming every key that is unknown or has a bad value; an unknown flag, or `--help`, ends
-        the program as argparse does.
+        Raises BadSettingsError naming all that is unknown or has a bad value as it was written; an unknown flag, or
+        `--help`, ends the program as argparse does.
         """
         prefix = cls.model_config["env_prefix"]
         refuse_unknown_variables(cls, os.environ)
@@ -188,10 +188,8 @@ class ServiceSettings(BaseSettings):
         try:
             settings = bound(_cli_parse_args=list(arguments), _cli_prog_name=program)
         except ValidationError as error:
-            lines = [
-                f"{'.'.join(str(part) for part in item['loc']) or 'settings'}: {item['msg']}" for item in error.errors()
-            ]
-            raise BadSettingsError("; ".join(lines)) from error
+            spelled = spell(arguments, os.environ, prefix, path)
+            raise BadSettingsError(describe(error, cls.model_fields, spelled, prefix)) from error
         except (SettingsError, ValueError) as error:
             raise BadSettingsError(str(error)) from error
         assert isinstance(settings, cls)
@@ -201,7 +199,7 @@ class ServiceSettings(BaseSettings):
 class ModelSettings(ServiceSettings):
     """What a service with a model can be told about it."""
 
-    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$", description="auto, cpu, cuda or cuda:N")
+    device: str = Field(default="auto", description="auto, cpu, cuda or cuda:N")
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         default="auto", description="number format of the weights; auto is float32 on a CPU and bfloat16 on a GPU"
     )
@@ -230,6 +228,13 @@ class ModelSettings(ServiceSettings):
         description="how long a thread that waits for the next frame looks for it before it sleeps, seconds; costs up"
         " to two cores while there is traffic; unset is 0.02 on a GPU with 8 or more cores, else 0",
     )
+
+    @field_validator("device")
+    @classmethod
+    def _check_device(cls, value: str) -> str:
+        if not re.fullmatch(r"auto|cpu|cuda(:\d+)?", value):
+            raise ValueError(f"must be auto, cpu, cuda or cuda:N, is {value!r}")
+        return value
 
     @field_validator("block_size")
     @classmethod

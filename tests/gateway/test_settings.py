@@ -41,10 +41,10 @@ def test_flags_environment_and_defaults(monkeypatch: pytest.MonkeyPatch) -> None
         (("--verifiers", "dns:///a"), "verifiers"),
         (("--verifiers", "dns://server/a:1"), "verifiers"),
         (("--verifiers", "dns:a:1"), "verifiers"),
-        (("--verifiers", "a:1", "--dns-refresh-seconds", "0"), "dns_refresh_seconds"),
-        (("--verifiers", "a:1", "--max-concurrent-sequences", "0"), "max_concurrent_sequences"),
-        (("--verifiers", "a:1", "--max-queued-requests", "-1"), "max_queued_requests"),
-        (("--verifiers", "a:1", "--max-queue-seconds", "0"), "max_queue_seconds"),
+        (("--verifiers", "a:1", "--dns-refresh-seconds", "0"), "--dns-refresh-seconds"),
+        (("--verifiers", "a:1", "--max-concurrent-sequences", "0"), "--max-concurrent-sequences"),
+        (("--verifiers", "a:1", "--max-queued-requests", "-1"), "--max-queued-requests"),
+        (("--verifiers", "a:1", "--max-queue-seconds", "0"), "--max-queue-seconds"),
     ],
 )
 def test_bad_value_names_the_key(arguments: tuple[str, ...], key: str) -> None:

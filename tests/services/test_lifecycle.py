@@ -149,9 +149,9 @@ async def test_an_address_that_is_taken(pair: Pair) -> None:
         ((), "model"),
         (("--kind", "scripted"), "script"),
         (("--kind", "scripted", "--script", "/nowhere"), "script"),
-        (("--kind", "ngram", "--min-ngram", "5"), "min_ngram"),
+        (("--kind", "ngram", "--min-ngram", "5"), "--min-ngram"),
         (("--kind", "dice"), "kind"),
-        (("--kind", "ngram", "--num-candidates", "1025"), "num_candidates"),
+        (("--kind", "ngram", "--num-candidates", "1025"), "--num-candidates"),
         (("--model", "/nowhere"), "/nowhere"),
     ],
 )
@@ -167,9 +167,9 @@ def test_bad_settings_end_the_drafter_with_2(
     ("arguments", "problem"),
     [
         ((), "model"),
-        (("--max-draft-tokens", "33"), "max_draft_tokens"),
-        (("--max-running", "100", "--max-num-batched-tokens", "64"), "max_num_batched_tokens"),
-        (("--draft-timeout-seconds", "0"), "draft_timeout_seconds"),
+        (("--max-draft-tokens", "33"), "--max-draft-tokens"),
+        (("--max-running", "100", "--max-num-batched-tokens", "64"), "--max-num-batched-tokens"),
+        (("--draft-timeout-seconds", "0"), "--draft-timeout-seconds"),
     ],
 )
 def test_bad_settings_end_the_verifier_with_2(

@@ -247,10 +247,10 @@ def test_an_encrypted_key_is_refused_and_nobody_asked_for_its_password(tmp_path:
 
 def test_half_a_configuration_is_refused() -> None:
     for flags, problem in (
-        (["--tls-certificate", "a"], "tls_certificate needs tls_key"),
-        (["--tls-key", "a"], "tls_key needs tls_certificate"),
-        (["--tls-client-ca", "a"], "tls_client_ca needs tls_certificate"),
-        (["--tls-allowed-clients", "a"], "tls_allowed_clients needs tls_client_ca"),
+        (["--tls-certificate", "a"], "--tls-certificate needs --tls-key"),
+        (["--tls-key", "a"], "--tls-key needs --tls-certificate"),
+        (["--tls-client-ca", "a"], "--tls-client-ca needs --tls-certificate"),
+        (["--tls-allowed-clients", "a"], "--tls-allowed-clients needs --tls-client-ca"),
     ):
         with pytest.raises(BadSettingsError, match=problem):
             ServiceSettings.load(flags, program="service")
@@ -267,10 +267,10 @@ def test_an_open_address_must_be_allowed_by_name(host: str) -> None:
         return ServiceSettings.load(["--listen", f"{host}:1", *flags], program="service")
 
     for refused, flag in (
-        ([], "allow_plaintext"),
-        (["--allow-unauthenticated"], "allow_plaintext"),
-        (["--allow-plaintext"], "allow_unauthenticated"),
-        (TLS, "allow_unauthenticated"),
+        ([], "--allow-plaintext"),
+        (["--allow-unauthenticated"], "--allow-plaintext"),
+        (["--allow-plaintext"], "--allow-unauthenticated"),
+        (TLS, "--allow-unauthenticated"),
     ):
         with pytest.raises(BadSettingsError, match=f"other machines can reach .*:1.*{flag}"):
             load(*refused)

@@ -100,16 +100,48 @@ def test_a_file_that_is_not_there_or_no_toml(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "key"),
     [
-        (("--max-things", "0"), "max_things"),
-        (("--max-things", "many"), "max_things"),
-        (("--drain-seconds", "-1"), "drain_seconds"),
-        (("--log-level", "LOUD"), "log_level"),
-        (("--max-message-bytes", "7"), "max_message_bytes"),
+        (("--max-things", "0"), "--max-things"),
+        (("--max-things=many",), "--max-things"),
+        (("--drain-seconds", "-1"), "--drain-seconds"),
+        (("--log-level", "LOUD"), "--log-level"),
+        (("--max-message-bytes", "7"), "--max-message-bytes"),
+        (("--listen", "localhost"), "--listen"),
+        (("--listen", "localhost:99999"), "--listen"),
+        (("--listen", ":1"), "--listen"),
+        (("--listen", "::1"), "--listen"),
+        (("--health-listen", "127.0.0.1:http"), "--health-listen"),
     ],
 )
-def test_bad_values_name_their_key(arguments: tuple[str, ...], key: str) -> None:
-    with pytest.raises(BadSettingsError, match=f"^{key}: "):
+def test_bad_values_name_their_flag(arguments: tuple[str, ...], key: str) -> None:
+    with pytest.raises(BadSettingsError, match=f"^{key}: ") as caught:
         load(*arguments)
+    # Nothing of the library that checks: not its words, nor a pattern that only a programmer reads.
+    for word in ("Value error", "Input should", "String should", "pattern", "unable to parse"):
+        assert word not in str(caught.value)
+
+
+def test_bad_values_name_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches an operator who set a variable, or a key in a file, and looks in vain for a flag of that name."""
+    path = tmp_path / "settings.toml"
+    path.write_text("max_things = 0\ntls_key = 'key.pem'")
+    with pytest.raises(BadSettingsError, match=f"^max_things in {path}: must be greater than or equal to 1, is 0$"):
+        load("--config", str(path))
+    monkeypatch.setenv("OUTRIDER_VERIFIER_MAX_THINGS", "none")
+    with pytest.raises(BadSettingsError, match=r"^OUTRIDER_VERIFIER_MAX_THINGS: must be a valid integer, is 'none'$"):
+        load("--config", str(path))
+    monkeypatch.setenv("OUTRIDER_VERIFIER_MAX_THINGS", "1")
+    with pytest.raises(BadSettingsError, match=f"^tls_key in {path} needs --tls-certificate$"):
+        load("--config", str(path))
+    with pytest.raises(BadSettingsError, match=r"^--max-things: "):
+        load("--max-things", "0")
+
+
+def test_what_is_required() -> None:
+    class Needy(Settings):
+        model: Path
+
+    with pytest.raises(BadSettingsError, match=r"^--model is required; OUTRIDER_VERIFIER_MODEL sets it too$"):
+        Needy.load([], program="test")
 
 
 @pytest.mark.parametrize(

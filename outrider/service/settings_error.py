@@ -1,0 +1,73 @@
+"""What is wrong with settings, in the words of whoever wrote them: by flag, environment variable or key of a file."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+_FLAG = re.compile(r"--(?:no-)?([^=]+)")
+
+
+def spell(
+    arguments: Sequence[str], environment: Mapping[str, str], prefix: str, path: str | None
+) -> Callable[[str], str]:
+    """What names a field as it was written: the flag or variable that set it, else the key in the file.
+
+    The first two come before the file, in this order. Where there is no file, or nothing was written at all, it is the
+    flag that could have been.
+    """
+    flags = {found[1].replace("-", "_"): found[0] for item in arguments if (found := _FLAG.match(item))}
+    in_file = _keys(path)
+
+    def spelled(field: str) -> str:
+        variable = f"{prefix}{field.upper()}"
+        if field in flags:
+            return flags[field].partition("=")[0]
+        if variable in environment:
+            return variable
+        return f"{field} in {path}" if field in in_file else f"--{field.replace('_', '-')}"
+
+    return spelled
+
+
+def describe(error: ValidationError, fields: Collection[str], spelled: Callable[[str], str], prefix: str) -> str:
+    """One line on all that pydantic found; the names of fields in it as they were written."""
+    return "; ".join(_describe(item, fields, spelled, prefix) for item in error.errors(include_url=False))
+
+
+def _describe(item: Any, fields: Collection[str], spelled: Callable[[str], str], prefix: str) -> str:
+    message = _without_internals(item)
+    names = [str(part) for part in item["loc"]]
+    if not names:
+        # A rule about several fields, whose message names them as they are in the code.
+        known = sorted((field for field in fields if "_" in field), key=len, reverse=True)
+        pattern = re.compile(rf"\b(?:{'|'.join(known)})\b|^(?:{'|'.join(fields)})\b")
+        return pattern.sub(lambda found: spelled(found[0]), message)
+    name = names[0]
+    if item["type"] == "missing":
+        return f"{spelled(name)} is required; {prefix}{name.upper()} sets it too"
+    if item["type"] == "extra_forbidden":
+        return f"{'.'.join(names)}: unknown key in the file of --config"
+    return f"{spelled(name)}: {message}"
+
+
+def _without_internals(item: Any) -> str:
+    if item["type"] == "value_error":
+        return str(item["ctx"]["error"])
+    message = re.sub(r"^(?:Input|String|Value) should (?:be )?", "must be ", item["msg"])
+    message = re.sub(r", unable to .*", "", message)
+    return f"{message}, is {item['input']!r}"
+
+
+def _keys(path: str | None) -> Collection[str]:
+    if path is None:
+        return ()
+    try:
+        return tomllib.loads(Path(path).read_text(encoding="utf-8")).keys()
+    except (OSError, ValueError):
+        return ()
