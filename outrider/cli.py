@@ -26,10 +26,12 @@ from outrider.client import (
     GenerateOptions,
     InvalidRequestError,
     Tls,
+    UnavailableError,
     Verification,
 )
 from outrider.completion import CompletionBuilder
 from outrider.connection import API_KEY_VARIABLE
+from outrider.service.address import check_address
 
 if TYPE_CHECKING:
     from outrider.front_door import FrontDoor
@@ -40,6 +42,17 @@ EXIT_INTERRUPTED = 130
 DEFAULT_PORT = 50051
 DEFAULT_HTTP_PORT = 8080
 
+_EXAMPLES = """\
+examples:
+  outrider up                                    the bundled pair of models, until Ctrl-C
+  outrider generate "def main():"                in another terminal
+  outrider generate --show-speculation < prompt.txt
+  outrider up --target DIR --draft DIR --http-port 8080
+  outrider dashboard                             the page of the one with --http-port
+  outrider demo                                  start, compare with and without speculation, end
+
+`outrider COMMAND --help` has all flags of a command."""
+
 
 class UsageError(Exception):
     """The command line asks for what cannot be; the message is for the user."""
@@ -47,7 +60,11 @@ class UsageError(Exception):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; its exit status. Errors that a user can act on are one line on stderr."""
-    parsed = _parser().parse_args(arguments)
+    parser = _parser()
+    if not (sys.argv[1:] if arguments is None else arguments):
+        parser.print_help()
+        return EXIT_BAD_USAGE
+    parsed = parser.parse_args(arguments)
     try:
         status: int = parsed.run(parsed)
         sys.stdout.flush()
@@ -61,14 +78,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"outrider: {error}", file=sys.stderr)
         return EXIT_BAD_USAGE
     except ClientError as error:
-        print(f"outrider: {error.code.name}: {error}", file=sys.stderr)
+        print(f"outrider: {error.code.name}: {error}{_advice(error, parsed)}", file=sys.stderr)
         return EXIT_FAILED
     return status
 
 
+def _advice(error: ClientError, parsed: argparse.Namespace) -> str:
+    # In gRPC's own words, not those of a gateway that is loading or draining.
+    words = ("failed to connect", "DNS resolution failed")
+    is_nobody_there = isinstance(error, UnavailableError) and error.message.startswith(words)
+    return f"\nIs a gateway at {parsed.address}? `outrider up` starts one." if is_nobody_there else ""
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="outrider", description="Speculative decoding with drafting and verifying as services of their own."
+        prog="outrider",
+        description="Speculative decoding with drafting and verifying as services of their own.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"outrider {_version()}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
@@ -146,7 +173,9 @@ def _add_generate(commands: Any) -> None:
         "generate", help="stream one completion", description=_generate.__doc__, allow_abbrev=False
     )
     generate.add_argument("prompt", nargs="?", metavar="PROMPT", help="text to continue; - or none reads stdin")
-    generate.add_argument("--address", default=f"localhost:{DEFAULT_PORT}", help="gateway (default %(default)s)")
+    generate.add_argument(
+        "--address", type=_address, default=f"localhost:{DEFAULT_PORT}", help="gateway (default %(default)s)"
+    )
     _add_connection(generate)
     sampling = generate.add_argument_group("sampling")
     sampling.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default 1)")
@@ -183,7 +212,10 @@ def _add_dashboard(commands: Any) -> None:
         "dashboard", help="open the page of a running gateway", description=_dashboard.__doc__, allow_abbrev=False
     )
     page.add_argument(
-        "--address", default=f"localhost:{DEFAULT_HTTP_PORT}", help="the gateway's HTTP (default %(default)s)"
+        "--address",
+        type=_host_and_port,
+        default=f"localhost:{DEFAULT_HTTP_PORT}",
+        help="the gateway's HTTP (default %(default)s)",
     )
     page.add_argument("--no-open", action="store_true", help="print the URL, open no browser")
     page.set_defaults(run=_dashboard)
@@ -291,6 +323,8 @@ def _models(parsed: argparse.Namespace) -> dict[str, Any]:
 
 def _generate(parsed: argparse.Namespace) -> int:
     """Stream one completion of PROMPT from a gateway to stdout."""
+    if parsed.logprobs is not None and not parsed.json:
+        raise UsageError("--logprobs needs --json, which has a place for them")
     prompt = _prompt(parsed.prompt)
     options: GenerateOptions = {
         "max_tokens": parsed.max_tokens,
@@ -419,6 +453,18 @@ def _prompt(argument: str | None) -> str:
         return sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
         raise UsageError(f"stdin is not UTF-8: {error}") from error
+
+
+def _host_and_port(text: str) -> str:
+    try:
+        return check_address(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def _address(text: str) -> str:
+    # Other ways to name a gateway are gRPC's business.
+    return text if text.startswith(("dns:", "unix:", "ipv4:", "ipv6:")) else _host_and_port(text)
 
 
 def _port(text: str) -> int:

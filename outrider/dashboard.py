@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import urllib.error
 import urllib.request
 import webbrowser
@@ -63,6 +64,8 @@ def find(address: str) -> str:
             return url
     except urllib.error.HTTPError as error:
         problem = f"answers {error.code} to {PATH}: it serves no dashboard (--dashboard)"
+    except http.client.HTTPException:
+        problem = "answers, but not by HTTP: the page is on the port of --http-port, which gRPC's is not"
     except (OSError, ValueError) as error:
         problem = f"does not answer ({getattr(error, 'reason', error)}); start one with `outrider up --http-port 8080`"
     raise NoDashboardError(f"the gateway at http://{address} {problem}")

@@ -50,7 +50,7 @@ def run_demo(options: Options, prompt: str | None, max_tokens: int, console: Con
     try:
         return asyncio.run(_demo(options, prompt or heldout_prompt(), max_tokens, console, errors))
     except (StartError, FileNotFoundError) as error:
-        errors.print(f"outrider: {error}", style="red", markup=False, highlight=False)
+        errors.print(f"outrider: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
         return 1
 
 

@@ -161,12 +161,10 @@ class LocalCluster:
     async def start(self) -> None:
         """Start everything and return when the gateway serves.
 
-        Raises StartError when a port is taken, a service dies before it serves, or one takes too long.
+        Raises StartError when logs cannot be written, a port is taken, a service dies before it serves, or one takes
+        too long.
         """
-        if self.options.log_directory is None:
-            self._directory = Path(tempfile.mkdtemp(prefix="outrider-"))
-        else:
-            self.options.log_directory.mkdir(parents=True, exist_ok=True)
+        self._make_log_directory()
         self._leash = os.pipe()
         try:
             self.devices = await _devices(self.options.device)
@@ -181,6 +179,15 @@ class LocalCluster:
         self._supervisors = [asyncio.create_task(self._supervise(process)) for process in (*first, self.gateway)]
         if self._drafter is not None:
             await self._wait_for_link()
+
+    def _make_log_directory(self) -> None:
+        if self.options.log_directory is None:
+            self._directory = Path(tempfile.mkdtemp(prefix="outrider-"))
+            return
+        try:
+            self.options.log_directory.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StartError(f"cannot write logs to {self.options.log_directory}: {error.strerror}") from error
 
     async def wait(self) -> None:
         """Return when the gateway has ended without having been told to."""
@@ -283,6 +290,8 @@ class LocalCluster:
             await asyncio.gather(*tasks)
         except (ServiceDiedError, TimeoutError) as error:
             raise StartError(f"{error}\n(logs in {self.log_directory})") from error
+        except OSError as error:
+            raise StartError(f"cannot write logs to {self.log_directory}: {error.strerror}") from error
         finally:
             for task in tasks:
                 task.cancel()

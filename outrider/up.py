@@ -43,7 +43,7 @@ async def _up(options: Options, console: Console) -> int:
             await starting
         except StartError as error:
             stopping.cancel()
-            console.print(f"outrider: {error}", style="red", markup=False, highlight=False)
+            console.print(f"outrider: {error}", style="red", markup=False, highlight=False, soft_wrap=True)
             return 1
         console.print(f"serving on [bold]{cluster.address}[/bold], logs in {cluster.log_directory}", highlight=False)
         if options.http_port is not None:

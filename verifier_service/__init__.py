@@ -1,4 +1,5 @@
 """The verifier: the target model's forward pass and the verdict on every proposal."""
 
 from outrider.service import grpc_environment as _grpc_environment  # noqa: F401  # before gRPC is imported
+from outrider.service import grpc_log as _grpc_log  # noqa: F401  # likewise
 from outrider.service import openmp_environment as _openmp_environment  # noqa: F401  # before torch is imported

@@ -71,7 +71,8 @@ class TestGenerate:
         flags = (
             "--max-tokens 7 --temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --seed 5 --stop A --stop B "
             "--stop-token-id 4 --ignore-eos --no-speculation --max-draft-tokens 2 --verification rejection "
-            "--repetition-penalty 1.5 --presence-penalty 0.5 --frequency-penalty -0.5 --request-id me --logprobs 2"
+            "--repetition-penalty 1.5 --presence-penalty 0.5 --frequency-penalty -0.5 --request-id me --json "
+            "--logprobs 2"
         )
         assert (await run("generate", "--address", gateway.address, *flags.split(), "tell"))[0] == 0
         request = gateway.requests[0]
@@ -152,6 +153,11 @@ class TestGenerate:
             ("--verification", "hope"),
             ("--timeout", "nan"),
             ("--json", "--show-speculation"),
+            ("--logprobs", "2"),
+            ("--address", "localhost"),
+            ("--address", "localhost:99999"),
+            ("--address", "localhost:0"),
+            ("--address", "::1:50051"),
             ("--max-tok", "3"),
             ("--unknown",),
         ],
@@ -175,7 +181,11 @@ class TestGenerate:
         status, _, err = await run("generate", "--address", "127.0.0.1:1", "tell")
         assert status == 1
         assert err.startswith("outrider: UNAVAILABLE: ")
-        assert err.count("\n") == 1
+        assert err.endswith("\nIs a gateway at 127.0.0.1:1? `outrider up` starts one.\n")
+
+    async def test_who_is_there_and_unavailable_needs_no_other(self, gateway: FakeGateway) -> None:
+        status, _, err = await run("generate", "--address", gateway.address, "fail UNAVAILABLE loading")
+        assert (status, err) == (1, "outrider: UNAVAILABLE: loading\n")
 
     async def test_a_timeout_is_exit_1(self, gateway: FakeGateway) -> None:
         status, _, err = await run("generate", "--address", gateway.address, "--timeout", "0.5", "hang")
@@ -240,6 +250,20 @@ class TestUp:
         assert message in err
         assert "Traceback" not in err
 
+    @pytest.mark.parametrize("log_dir", ["{tmp_path}/config.json/logs", "/proc/self/task"])
+    async def test_logs_that_cannot_be_written_are_exit_1(self, tmp_path: Path, log_dir: str) -> None:
+        (tmp_path / "config.json").write_text("{}")
+        directory = log_dir.format(tmp_path=tmp_path)
+        status, _, err = await run("up", "--target", str(tmp_path), "--draft", str(tmp_path), "--log-dir", directory)
+        assert status == 1
+        assert f"outrider: cannot write logs to {directory}: " in err
+        assert "Traceback" not in err
+
+    async def test_an_open_address_is_named_with_its_port(self) -> None:
+        status, _, err = await run("up", "--host", "0.0.0.0", "--port", "12345")
+        assert status == 2
+        assert err.startswith("outrider: other machines can reach 0.0.0.0:12345: set --tls-certificate and --tls-key")
+
     async def test_a_taken_port_is_exit_1(self, gateway: FakeGateway, tmp_path: Path) -> None:
         (tmp_path / "config.json").write_text("{}")
         port = gateway.address.rpartition(":")[2]
@@ -302,6 +326,18 @@ class TestDemoReport:
         plain = completion(1, 2, 3, drafted=0, accepted=0, steps=3)
         assert demo.report([[plain]] * 4, is_exact=True, console=Console()) == 1
         assert "Nothing was drafted" in capsys.readouterr().out
+
+
+async def test_the_page_is_not_where_grpc_is(gateway: FakeGateway) -> None:
+    status, out, err = await run("dashboard", "--address", gateway.address)
+    assert (status, out) == (1, "")
+    assert "not by HTTP" in err
+    assert "Traceback" not in err
+
+
+def test_nothing_asked_for_is_answered_with_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 2
+    assert 'outrider generate "def main():"' in capsys.readouterr().out
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -27,3 +29,20 @@ def test_idle_threads_leave_the_cores_to_others(package: str, set_by_operator: d
     count = re.search(r"GOMP_SPINCOUNT = '(\d+)'", run.stderr)
     assert count is not None, "PyTorch came with another OpenMP than GNU's"
     assert (int(count[1]) > 0) == spins
+
+
+@pytest.mark.parametrize(
+    ("module", "flags"),
+    [("gateway", ("--verifiers", "127.0.0.1:1")), ("drafter_service", ("--kind", "ngram"))],
+)
+def test_a_failed_start_is_told_in_the_services_own_log(module: str, flags: tuple[str, ...]) -> None:
+    """Catches lines of C++ beside the service's own, which may be JSON."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        listen = f"127.0.0.1:{taken.getsockname()[1]}"
+        run = subprocess.run(
+            [sys.executable, "-m", module, "--listen", listen, "--log-format", "json", *flags],
+            cwd=ROOT, capture_output=True, text=True, check=False, timeout=60,
+        )  # fmt: skip
+    assert run.returncode == 1
+    records = [json.loads(line) for line in (run.stdout + run.stderr).splitlines()]
+    assert records[-1]["message"] == f"cannot start: listen: cannot bind {listen}"
