@@ -85,7 +85,8 @@ def load_model(
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     auto_model: Any = transformers.AutoModelForCausalLM  # its annotation does not know output_loading_info
     try:
-        config = transformers.AutoConfig.from_pretrained(model_path, local_files_only=True)
+        # Never asked for: left out, transformers would ask whoever sits at the terminal.
+        config = transformers.AutoConfig.from_pretrained(model_path, local_files_only=True, trust_remote_code=False)
         _check_config(config)
         with _memory_for_each_weight():
             model, loading_info = auto_model.from_pretrained(
@@ -97,6 +98,7 @@ def load_model(
                 attn_implementation=ATTENTION_NAME,
                 use_safetensors=True,
                 local_files_only=True,
+                trust_remote_code=False,
                 ignore_mismatched_sizes=True,  # reported below, by name
                 output_loading_info=True,
             )
@@ -112,6 +114,10 @@ def load_model(
             raise ModelLoadError(f"cannot load {model_path}: KeyError: {error}") from error
         raise ModelLoadError(f"{config.model_type} does not use transformers' attention interface") from error
     except Exception as error:  # files written by others go wrong in more ways than a list of types can name
+        if "trust_remote_code" in str(error):
+            raise ModelLoadError(
+                f"{model_path} needs code of its own, which is never run: transformers itself has to know the model"
+            ) from error
         raise ModelLoadError(f"cannot load {model_path}: {type(error).__name__}: {error}") from error
 
     text_config = config.get_text_config(decoder=True)
@@ -242,7 +248,7 @@ def _max_length(text_config: Any, limit: int | None) -> int:
             _logger.info("%s rotary embeddings: sequences end at %d tokens", rope["rope_type"], original)
             lengths.append(original)
     if not lengths:
-        raise ModelLoadError("the model's config has no max_position_embeddings: set the maximum length yourself")
+        raise ModelLoadError("the model's config has no max_position_embeddings: set max_model_len")
     return int(min(lengths))
 
 

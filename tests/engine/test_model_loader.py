@@ -92,6 +92,17 @@ def test_damaged_config(llama_path: Path) -> None:
         load(llama_path)
 
 
+def test_a_model_with_code_of_its_own(llama_path: Path) -> None:
+    """Catches advice to set what cannot be set here, and a question at the terminal."""
+    (llama_path / "own.py").write_text("raise SystemExit('it was run')")
+    change_config(
+        llama_path, model_type="own", auto_map={"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Own"}
+    )
+    with pytest.raises(ModelLoadError, match="code of its own, which is never run") as caught:
+        load(llama_path)
+    assert "trust_remote_code" not in str(caught.value)
+
+
 def test_weights_that_lack_a_tensor_are_not_made_up(llama_path: Path) -> None:
     weights = load_file(llama_path / "model.safetensors")
     del weights["model.layers.2.mlp.up_proj.weight"]
