@@ -27,6 +27,8 @@ class RunnerSettings(Protocol):
     @property
     def cpu_cache_bytes(self) -> int: ...
     @property
+    def max_model_len(self) -> int | None: ...
+    @property
     def max_num_batched_tokens(self) -> int: ...
     @property
     def num_threads(self) -> int: ...
@@ -50,6 +52,7 @@ def make_runner(settings: RunnerSettings, model_path: Path) -> ModelRunner:
         memory_fraction=settings.memory_fraction,
         cpu_cache_bytes=settings.cpu_cache_bytes,
         max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_length=settings.max_model_len,
     )
 
 

@@ -10,13 +10,12 @@ import sys
 from collections.abc import Sequence
 from contextlib import aclosing
 from dataclasses import fields
-from importlib import metadata
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 
 from outrider import origins
+from outrider.arguments import make_parser
 from outrider.bundled import bundled_model
 from outrider.client import (
     AsyncClient,
@@ -27,11 +26,8 @@ from outrider.client import (
     InvalidRequestError,
     Tls,
     UnavailableError,
-    Verification,
 )
 from outrider.completion import CompletionBuilder
-from outrider.connection import API_KEY_VARIABLE
-from outrider.service.address import check_address
 
 if TYPE_CHECKING:
     from outrider.front_door import FrontDoor
@@ -39,19 +35,6 @@ if TYPE_CHECKING:
 EXIT_FAILED = 1
 EXIT_BAD_USAGE = 2
 EXIT_INTERRUPTED = 130
-DEFAULT_PORT = 50051
-DEFAULT_HTTP_PORT = 8080
-
-_EXAMPLES = """\
-examples:
-  outrider up                                    the bundled pair of models, until Ctrl-C
-  outrider generate "def main():"                in another terminal
-  outrider generate --show-speculation < prompt.txt
-  outrider up --target DIR --draft DIR --http-port 8080
-  outrider dashboard                             the page of the one with --http-port
-  outrider demo                                  start, compare with and without speculation, end
-
-`outrider COMMAND --help` has all flags of a command."""
 
 
 class UsageError(Exception):
@@ -60,7 +43,7 @@ class UsageError(Exception):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; its exit status. Errors that a user can act on are one line on stderr."""
-    parser = _parser()
+    parser = make_parser(up=_up, generate=_generate, dashboard=_dashboard, demo=_demo)
     if not (sys.argv[1:] if arguments is None else arguments):
         parser.print_help()
         return EXIT_BAD_USAGE
@@ -90,148 +73,6 @@ def _advice(error: ClientError, parsed: argparse.Namespace) -> str:
     return f"\nIs a gateway at {parsed.address}? `outrider up` starts one." if is_nobody_there else ""
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="outrider",
-        description="Speculative decoding with drafting and verifying as services of their own.",
-        epilog=_EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--version", action="version", version=f"outrider {_version()}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    _add_up(commands)
-    _add_generate(commands)
-    _add_dashboard(commands)
-    _add_demo(commands)
-    return parser
-
-
-def _add_up(commands: Any) -> None:
-    up = commands.add_parser(
-        "up", help="start gateway, verifier and drafter on this machine", description=_up.__doc__, allow_abbrev=False
-    )
-    up.add_argument("--host", default="127.0.0.1", help="address that the gateway listens on (default %(default)s)")
-    up.add_argument("--port", type=_port, default=DEFAULT_PORT, help="port of the gateway (default %(default)s)")
-    up.add_argument(
-        "--http-port",
-        type=_port,
-        metavar="PORT",
-        help="serve HTTP too: an OpenAI-compatible API, and a page at /dashboard (default: no HTTP)",
-    )
-    _add_models(up)
-    _add_front_door(up)
-    up.add_argument("--model-name", help="name that clients see (default: the target's own)")
-    up.add_argument("--drain-seconds", type=_seconds, default=10.0, metavar="S",
-                    help="how long running requests may go on after Ctrl-C (default %(default)g)")  # fmt: skip
-    up.add_argument("--log-level", choices=["DEBUG", "INFO", "WARNING", "ERROR"], default="INFO")
-    up.add_argument("--log-dir", type=Path, metavar="DIR", help="where to write the logs (default: a temporary folder)")
-    up.set_defaults(run=_up)
-
-
-def _add_models(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--target", type=Path, metavar="DIR", help="target model (default: the bundled one)")
-    parser.add_argument("--draft", type=Path, metavar="DIR", help="draft model (default: the bundled one)")
-    parser.add_argument(
-        "--drafter",
-        choices=["model", "ngram", "scripted", "none"],
-        default="model",
-        help="what drafts: a model, look-up in the text so far, a script, nothing (default %(default)s)",
-    )
-    parser.add_argument("--script", default="", help="for --drafter scripted: MODULE:FUNCTION or a JSON file")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N (default %(default)s)")
-    parser.add_argument("--dtype", default="auto", help="auto, float32 or bfloat16 (default %(default)s)")
-
-
-def _add_front_door(parser: argparse.ArgumentParser) -> None:
-    door = parser.add_argument_group("front door", "Who may call the gateway; see docs/security.md.")
-    door.add_argument("--api-keys", type=_file, metavar="FILE", help="TOML file with the keys of those who may call")
-    door.add_argument("--tls-certificate", type=_file, metavar="FILE", help="serve by TLS, with this certificate")
-    door.add_argument("--tls-key", type=_file, metavar="FILE", help="the certificate's private key")
-    door.add_argument("--tls-client-ca", type=_file, metavar="FILE", help="authorities of certificates of clients")
-    door.add_argument("--allow-plaintext", action="store_true", help="no TLS, although other machines can reach --host")
-    door.add_argument(
-        "--allow-unauthenticated", action="store_true", help="let anyone call, although other machines can reach --host"
-    )
-
-
-def _add_connection(parser: argparse.ArgumentParser) -> None:
-    connection = parser.add_argument_group("connection")
-    connection.add_argument(
-        "--api-key-file", type=_file, metavar="FILE", help=f"file with the API key (default: ${API_KEY_VARIABLE})"
-    )
-    connection.add_argument("--tls", action="store_true", help="by TLS, which the next four imply")
-    connection.add_argument("--ca", type=_file, metavar="FILE", help="authorities of the gateway's certificate")
-    connection.add_argument("--certificate", type=_file, metavar="FILE", help="certificate to show to the gateway")
-    connection.add_argument("--certificate-key", type=_file, metavar="FILE", help="its private key")
-    connection.add_argument(
-        "--server-name", default="", metavar="NAME", help="what the gateway's certificate is for, if not the host"
-    )
-
-
-def _add_generate(commands: Any) -> None:
-    generate = commands.add_parser(
-        "generate", help="stream one completion", description=_generate.__doc__, allow_abbrev=False
-    )
-    generate.add_argument("prompt", nargs="?", metavar="PROMPT", help="text to continue; - or none reads stdin")
-    generate.add_argument(
-        "--address", type=_address, default=f"localhost:{DEFAULT_PORT}", help="gateway (default %(default)s)"
-    )
-    _add_connection(generate)
-    sampling = generate.add_argument_group("sampling")
-    sampling.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default 1)")
-    sampling.add_argument("--top-k", type=int, metavar="K", help="keep the K most likely tokens")
-    sampling.add_argument("--top-p", type=float, metavar="P", help="keep the likeliest tokens with this probability")
-    sampling.add_argument("--min-p", type=float, metavar="P", help="keep tokens with this share of the likeliest's")
-    sampling.add_argument("--repetition-penalty", type=float, metavar="X")
-    sampling.add_argument("--presence-penalty", type=float, metavar="X")
-    sampling.add_argument("--frequency-penalty", type=float, metavar="X")
-    sampling.add_argument("--seed", type=int, metavar="N", help="repeat the random numbers of an earlier request")
-    stopping = generate.add_argument_group("stopping")
-    stopping.add_argument("--max-tokens", type=int, metavar="N", help="default: up to the model's context length")
-    stopping.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
-    stopping.add_argument("--stop-token-id", action="append", type=int, dest="stop_token_ids", metavar="ID")
-    stopping.add_argument("--ignore-eos", action="store_true", help="go on past the model's end-of-sequence token")
-    speculation = generate.add_argument_group("speculation")
-    speculation.add_argument("--no-speculation", action="store_true", help="decode with the target alone")
-    speculation.add_argument("--max-draft-tokens", type=int, metavar="K", help="most draft tokens a step, 1 to 32")
-    speculation.add_argument("--verification", choices=list(Verification), help="how draft tokens are verified")
-    output = generate.add_argument_group("output")
-    how = output.add_mutually_exclusive_group()
-    how.add_argument("--json", action="store_true", help="print one JSON object at the end, nothing else")
-    how.add_argument("--show-speculation", action="store_true", help="colour tokens by where they came from")
-    output.add_argument(
-        "--logprobs", type=int, metavar="N", help="with --json: log-probabilities, and those of the top N"
-    )
-    generate.add_argument("--request-id", default="", help="for logs and traces")
-    generate.add_argument("--timeout", type=_seconds, metavar="S", help="give up after this many seconds")
-    generate.set_defaults(run=_generate)
-
-
-def _add_dashboard(commands: Any) -> None:
-    page = commands.add_parser(
-        "dashboard", help="open the page of a running gateway", description=_dashboard.__doc__, allow_abbrev=False
-    )
-    page.add_argument(
-        "--address",
-        type=_host_and_port,
-        default=f"localhost:{DEFAULT_HTTP_PORT}",
-        help="the gateway's HTTP (default %(default)s)",
-    )
-    page.add_argument("--no-open", action="store_true", help="print the URL, open no browser")
-    page.set_defaults(run=_dashboard)
-
-
-def _add_demo(commands: Any) -> None:
-    demo = commands.add_parser(
-        "demo", help="start everything, generate with and without speculation, compare", description=_demo.__doc__,
-        allow_abbrev=False,
-    )  # fmt: skip
-    _add_models(demo)
-    demo.add_argument("--max-tokens", type=int, default=128, metavar="N", help="tokens a run (default %(default)s)")
-    demo.add_argument("--prompt", help="text to continue (default: from a file that the models were not trained on)")
-    demo.set_defaults(run=_demo)
-
-
 def _up(parsed: argparse.Namespace) -> int:
     """Start gateway, verifier and drafter on this machine, each in its own process, and serve until Ctrl-C."""
     from outrider.front_door import FrontDoor
@@ -247,6 +88,12 @@ def _up(parsed: argparse.Namespace) -> int:
         port=parsed.port,
         http_port=parsed.http_port,
         model_name=parsed.model_name,
+        chat_template=parsed.chat_template,
+        num_drafters=parsed.num_drafters,
+        max_draft_tokens=parsed.max_draft_tokens,
+        num_candidates=parsed.num_candidates,
+        max_running=parsed.max_running,
+        max_model_len=parsed.max_model_len,
         drain_seconds=parsed.drain_seconds,
         log_level=parsed.log_level,
         log_directory=parsed.log_dir,
@@ -317,6 +164,8 @@ def _models(parsed: argparse.Namespace) -> dict[str, Any]:
         "drafter": kind,
         "script": parsed.script,
         "device": parsed.device,
+        "target_device": parsed.target_device,
+        "draft_device": parsed.draft_device,
         "dtype": parsed.dtype,
     }
 
@@ -453,46 +302,6 @@ def _prompt(argument: str | None) -> str:
         return sys.stdin.buffer.read().decode()
     except UnicodeDecodeError as error:
         raise UsageError(f"stdin is not UTF-8: {error}") from error
-
-
-def _host_and_port(text: str) -> str:
-    try:
-        return check_address(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
-
-
-def _address(text: str) -> str:
-    # Other ways to name a gateway are gRPC's business.
-    return text if text.startswith(("dns:", "unix:", "ipv4:", "ipv6:")) else _host_and_port(text)
-
-
-def _port(text: str) -> int:
-    if not text.isdigit() or not 0 < int(text) < 1 << 16:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a port, 1 to 65535")
-    return int(text)
-
-
-def _file(text: str) -> Path:
-    path = Path(text)
-    if not path.is_file():
-        raise argparse.ArgumentTypeError(f"no file at {text}")
-    return path.resolve()
-
-
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    # Written so that NaN fails too.
-    if not 0 <= seconds < 1e9:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a time in seconds")
-    return seconds
-
-
-def _version() -> str:
-    try:
-        return metadata.version("outrider")
-    except metadata.PackageNotFoundError:
-        return "of a checkout that is not installed"
 
 
 if __name__ == "__main__":

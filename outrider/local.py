@@ -12,10 +12,9 @@ import os
 import random
 import shutil
 import socket
-import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from enum import Enum, auto
@@ -25,8 +24,10 @@ from typing import Literal, Self
 
 from outrider import dashboard
 from outrider.client import AsyncClient, ClientError
+from outrider.devices import Devices, find_devices
 from outrider.front_door import FrontDoor
 from outrider.process import ServiceDiedError, ServiceProcess
+from outrider.service_flags import drafter_flags, gateway_flags, verifier_flags
 
 DrafterKind = Literal["model", "ngram", "scripted", "none"]
 
@@ -81,8 +82,18 @@ class Options:
     front_door: FrontDoor = field(default_factory=FrontDoor)
     """Of the gateway, gRPC and HTTP alike; verifier and drafter can be reached from this machine alone."""
     device: str = "auto"
+    """Of both models, where the next two do not say otherwise."""
+    target_device: str | None = None
+    draft_device: str | None = None
     dtype: str = "auto"
+    num_drafters: int = 1
+    """All alike, each in a process of its own."""
     max_draft_tokens: int | None = None
+    """Like all that follow: None takes what the services take by themselves."""
+    num_candidates: int | None = None
+    max_running: int | None = None
+    max_model_len: int | None = None
+    chat_template: Path | None = None
     model_name: str | None = None
     drain_seconds: float = 10.0
     log_level: str = "INFO"
@@ -97,32 +108,25 @@ class Options:
     drafter_flags: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True)
-class Devices:
-    """What each model runs on; `is_shared`: on one GPU, whose memory they split."""
-
-    verifier: str
-    drafter: str
-    is_shared: bool = False
-
-
 class LocalCluster:
     """Gateway, verifier and drafter; `on_report` hears of each change. The children end when this process does."""
 
     def __init__(self, options: Options, on_report: Callable[[Report], None] = lambda report: None) -> None:
         self.options = options
         self._on_report = on_report
-        self.devices = Devices("cpu", "cpu")
+        self.devices = Devices("cpu")
         self._directory = options.log_directory
         self._supervisors: list[asyncio.Task[None]] = []
         self._gateway_ended = asyncio.Event()
         self._leash: tuple[int, int] | None = None
         self._http_address = ""
         self._environment: dict[str, str] = {}
-        self._health_ports: list[int] = []
+        self._ports: Iterator[int] = iter(())
         self._gateway: ServiceProcess | None = None
         self._verifier: ServiceProcess | None = None
-        self._drafter: ServiceProcess | None = None
+        self._drafters: list[ServiceProcess] = []
+        self.metrics_addresses: dict[str, str] = {}
+        """host:port of the metrics of verifier and drafters, by name; none in a cluster without HTTP."""
 
     @property
     def address(self) -> str:
@@ -148,8 +152,8 @@ class LocalCluster:
 
     @property
     def drafter(self) -> ServiceProcess:
-        """The drafter's process. Raises RuntimeError in a cluster without one."""
-        return _made(self._drafter)
+        """The first drafter's process. Raises RuntimeError in a cluster without one."""
+        return _made(self._drafters[0] if self._drafters else None)
 
     @property
     def log_directory(self) -> Path:
@@ -167,17 +171,22 @@ class LocalCluster:
         self._make_log_directory()
         self._leash = os.pipe()
         try:
-            self.devices = await _devices(self.options.device)
-            self._make_processes(self.devices)
-            # Both load their models at the same time; the gateway asks them what they are.
-            first = [process for process in (self._verifier, self._drafter) if process is not None]
+            options = self.options
+            self.devices = await find_devices(
+                options.target_device or options.device,
+                options.draft_device or options.device,
+                options.num_drafters if options.drafter == "model" else 0,
+            )
+            self._make_processes()
+            # All load their models at the same time; the gateway asks them what they are.
+            first = [self.verifier, *self._drafters]
             await self._bring_up(*first)
             await self._bring_up(self.gateway)
         except BaseException:
             await self.stop(drain=False)
             raise
         self._supervisors = [asyncio.create_task(self._supervise(process)) for process in (*first, self.gateway)]
-        if self._drafter is not None:
+        if self._drafters:
             await self._wait_for_link()
 
     def _make_log_directory(self) -> None:
@@ -204,7 +213,7 @@ class LocalCluster:
         grace = self.options.drain_seconds + _STOP_SECONDS if drain else 1.0
         if self._gateway is not None:
             await self._stop_one(self._gateway, grace)
-        rest = [process for process in (self._verifier, self._drafter) if process is not None]
+        rest = [process for process in (self._verifier, *self._drafters) if process is not None]
         await asyncio.gather(*(self._stop_one(process, grace) for process in rest))
         if self._leash is not None:
             for fd in self._leash:
@@ -220,7 +229,7 @@ class LocalCluster:
 
     def kill(self) -> None:
         """End everything at once; for a user who asks a second time."""
-        for process in (self._gateway, self._verifier, self._drafter):
+        for process in (self._gateway, self._verifier, *self._drafters):
             if process is not None:
                 process.kill()
 
@@ -237,52 +246,49 @@ class LocalCluster:
     ) -> None:
         await self.stop(drain=kind is None)
 
-    def _make_processes(self, devices: Devices) -> None:
+    def _make_processes(self) -> None:
         options = self.options
-        common = ["--log-level", options.log_level, "--log-format", options.log_format]
-        common += ["--drain-seconds", str(options.drain_seconds)]
-        gateway_port, http_port, verifier_port, drafter_port, otlp_port, *self._health_ports = _free_ports(
-            (options.host, options.port), (options.host, options.http_port or 0), *[("127.0.0.1", 0)] * 6
+        num_drafters = options.num_drafters if options.drafter != "none" else 0
+        # For each service its own, one for health and one for metrics; and one that takes traces.
+        num_ports = 3 * (2 + num_drafters) + 1
+        gateway_port, http_port, *ports = _free_ports(
+            (options.host, options.port), (options.host, options.http_port or 0), *[("127.0.0.1", 0)] * num_ports
         )
-        verifier_address, drafter_address = f"127.0.0.1:{verifier_port}", f"127.0.0.1:{drafter_port}"
-        loaded = ["--dtype", options.dtype]
-        verifier_flags = [*common, *loaded, "--model", str(options.target), "--device", devices.verifier]
-        if options.max_draft_tokens is not None:
-            verifier_flags += ["--max-draft-tokens", str(options.max_draft_tokens)]
-        gateway_flags = [*common, "--verifiers", verifier_address, *options.front_door.flags()]
-        if (options.target / "tokenizer.json").exists():
-            gateway_flags += ["--tokenizer", str(options.target)]
-        if options.model_name is not None:
-            gateway_flags += ["--model-name", options.model_name]
-        if options.http_port is not None:
-            self._http_address = f"{options.host}:{http_port}"
-            takes_traces = dashboard.wants_traces(os.environ)
-            gateway_flags += ["--http-listen", self._http_address]
-            gateway_flags += dashboard.gateway_flags(options.host, otlp_port if takes_traces else None)
-            self._environment = dashboard.trace_environment(otlp_port) if takes_traces else {}
-        if options.drafter != "none":
-            gateway_flags += ["--drafters", drafter_address]
-            drafter_flags = [*common, "--kind", options.drafter]
-            if options.drafter == "model":
-                drafter_flags += [*loaded, "--model", str(options.draft), "--device", devices.drafter]
-                if devices.is_shared:
-                    verifier_flags += ["--memory-fraction", "0.8"]
-                    drafter_flags += ["--memory-fraction", "0.1"]
-                if options.max_draft_tokens is not None:
-                    drafter_flags += ["--graph-draft-tokens", str(options.max_draft_tokens)]
-            if options.drafter == "scripted":
-                drafter_flags += ["--script", options.script]
-            drafter_flags += options.drafter_flags
-            self._drafter = self._process("drafter", drafter_address, drafter_flags)
-        verifier_flags += options.verifier_flags
-        gateway_flags += options.gateway_flags
-        self._verifier = self._process("verifier", verifier_address, verifier_flags)
-        self._gateway = self._process("gateway", f"{options.host}:{gateway_port}", gateway_flags)
+        self._ports = iter(ports)
+        gateway_front = self._http_flags(http_port) if options.http_port is not None else []
+        self._verifier = self._model_process("verifier", verifier_flags(options, self.devices), options.verifier_flags)
+        self._drafters = [
+            self._model_process(
+                "drafter" if number == 0 else f"drafter-{number + 1}",
+                drafter_flags(options, self.devices, number),
+                options.drafter_flags,
+            )
+            for number in range(num_drafters)
+        ]
+        flags = gateway_flags(options, self._verifier.address, [drafter.address for drafter in self._drafters])
+        flags += [*gateway_front, *options.gateway_flags]
+        self._gateway = self._process("gateway", f"{options.host}:{gateway_port}", flags)
 
-    def _process(self, name: str, address: str, flags: list[str]) -> ServiceProcess:
+    def _http_flags(self, http_port: int) -> list[str]:
+        self._http_address = f"{self.options.host}:{http_port}"
+        otlp_port = next(self._ports) if dashboard.wants_traces(os.environ) else None
+        if otlp_port is not None:
+            self._environment = dashboard.trace_environment(otlp_port)
+        return ["--http-listen", self._http_address, *dashboard.gateway_flags(self.options.host, otlp_port)]
+
+    def _model_process(self, name: str, flags: Sequence[str], more_flags: Sequence[str]) -> ServiceProcess:
+        metrics: list[str] = []
+        if self.options.http_port is not None:
+            # As the gateway has its own beside the HTTP.
+            self.metrics_addresses[name] = f"127.0.0.1:{next(self._ports)}"
+            metrics = ["--metrics-listen", self.metrics_addresses[name]]
+        return self._process(name, f"127.0.0.1:{next(self._ports)}", [*flags, *metrics, *more_flags])
+
+    def _process(self, name: str, address: str, flags: Sequence[str]) -> ServiceProcess:
         log_path = self.log_directory / f"{name}.log"
-        health_address = f"127.0.0.1:{self._health_ports.pop()}"
-        return ServiceProcess(name, _MODULES[name], address, health_address, flags, log_path, self._environment)
+        health_address = f"127.0.0.1:{next(self._ports)}"
+        module = _MODULES[name.partition("-")[0]]
+        return ServiceProcess(name, module, address, health_address, flags, log_path, self._environment)
 
     async def _bring_up(self, *processes: ServiceProcess) -> None:
         tasks = [asyncio.create_task(self._start_one(process)) for process in processes]
@@ -357,33 +363,6 @@ class LocalCluster:
 
     def _report(self, process: ServiceProcess, state: ServiceState, message: str = "") -> None:
         self._on_report(Report(process.name, state, message))
-
-
-async def _devices(wanted: str) -> Devices:
-    if wanted != "auto":
-        return Devices(wanted, wanted, is_shared=wanted.startswith("cuda"))
-    match await _num_gpus():
-        case 0:
-            return Devices("cpu", "cpu")
-        case 1:
-            return Devices("cuda:0", "cuda:0", is_shared=True)
-        case _:
-            return Devices("cuda:0", "cuda:1")
-
-
-async def _num_gpus() -> int:
-    if not any(os.path.exists(node) for node in ("/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")):  # noqa: ASYNC240
-        return 0
-    # PyTorch is the one to ask, as it is what will use them; in another process, as this one needs no CUDA context.
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-c",
-        "import torch; print(torch.cuda.device_count())",
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.DEVNULL,
-    )
-    output, _ = await process.communicate()
-    return int(output) if process.returncode == 0 else 0
 
 
 def _free_ports(*places: tuple[str, int]) -> list[int]:

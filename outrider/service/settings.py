@@ -209,6 +209,11 @@ class ModelSettings(ServiceSettings):
         default=0.9, gt=0, le=1, description="share of the GPU memory left after loading that the KV cache takes"
     )
     cpu_cache_bytes: int = Field(default=256 << 20, ge=1 << 20, description="size of the KV cache on a CPU, bytes")
+    max_model_len: int | None = Field(
+        default=None,
+        ge=1,
+        description="most tokens of a sequence, prompt and output together; unset: what the model's config allows",
+    )
     max_num_batched_tokens: int = Field(default=2048, ge=64, description="most tokens computed in one forward pass")
     cuda_graphs: bool = Field(
         default=True, description="replay decoding as CUDA graphs, on a GPU; takes a few seconds longer to start"

@@ -242,6 +242,10 @@ class TestUp:
             (("--drafter", "scripted"), "--script"),
             (("--port", "0"), "not a port"),
             (("--port", "65536"), "not a port"),
+            (("--max-draft-tokens", "0"), "--max-draft-tokens"),
+            (("--num-drafters", "many"), "--num-drafters"),
+            (("--draft-device", "tpu"), "--draft-device"),
+            (("--chat-template", "/nowhere"), "--chat-template"),
         ],
     )
     async def test_what_cannot_be_is_exit_2(self, arguments: tuple[str, ...], message: str) -> None:

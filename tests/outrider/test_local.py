@@ -196,31 +196,38 @@ asyncio.run(main())
     await eventually(lambda: not any(is_alive(pid) for pid in pids))
 
 
-@pytest.mark.parametrize(
-    ("wanted", "num_gpus", "expected"),
-    [
-        ("auto", 0, ("cpu", "cpu", False)),
-        ("auto", 1, ("cuda:0", "cuda:0", True)),
-        ("auto", 2, ("cuda:0", "cuda:1", False)),
-        ("auto", 8, ("cuda:0", "cuda:1", False)),
-        ("cpu", 8, ("cpu", "cpu", False)),
-        ("cuda:3", 8, ("cuda:3", "cuda:3", True)),
-    ],
-)
-async def test_who_gets_which_device(monkeypatch, wanted, num_gpus, expected):
-    async def count() -> int:
-        return num_gpus
+async def test_each_option_reaches_its_service(tmp_path: Path) -> None:
+    """Catches a setting that can only be reached by starting each service by hand."""
+    template = tmp_path / "chat.jinja"
+    template.write_text("")
+    asked = options(
+        tmp_path,
+        num_candidates=32,
+        max_running=5,
+        max_model_len=300,
+        chat_template=template,
+        target_device="cuda:2",
+        draft_device="cpu",
+    )
+    async with LocalCluster(asked) as cluster:
+        verifier, drafter, gateway = (
+            (cluster.log_directory / f"{name}.log").read_text() for name in ("verifier", "drafter", "gateway")
+        )
+    for flags in ("--num-candidates 32", "--max-running 5", "--max-model-len 300", "--device cuda:2"):
+        assert flags in verifier
+    for flags in ("--num-candidates 32", "--max-model-len 300", "--device cpu"):
+        assert flags in drafter
+    assert f"--chat-template {template}" in gateway
 
-    monkeypatch.setattr(local, "_num_gpus", count)
-    devices = await local._devices(wanted)
-    assert (devices.verifier, devices.drafter, devices.is_shared) == expected
 
-
-async def test_one_gpu_is_split(tmp_path, monkeypatch):
-    async def devices(wanted: str) -> local.Devices:
-        return local.Devices("cuda:0", "cuda:0", is_shared=True)
-
-    monkeypatch.setattr(local, "_devices", devices)
-    async with LocalCluster(options(tmp_path)) as cluster:
-        assert "--memory-fraction 0.8" in (cluster.log_directory / "verifier.log").read_text()
-        assert "--memory-fraction 0.1" in (cluster.log_directory / "drafter.log").read_text()
+async def test_several_drafters(tmp_path: Path) -> None:
+    async with LocalCluster(options(tmp_path, num_drafters=3, http_port=0)) as cluster:
+        logs = {path.stem: path.read_text() for path in cluster.log_directory.glob("*.log")}
+        assert set(logs) == {"gateway", "verifier", "drafter", "drafter-2", "drafter-3"}
+        listens = [logs[name].split("--listen ")[1].split()[0] for name in ("drafter", "drafter-2", "drafter-3")]
+        assert f"--drafters {','.join(listens)}" in logs["gateway"]
+        # Each tells its own figures at a place of its own.
+        assert set(cluster.metrics_addresses) == set(logs) - {"gateway"}
+        assert len(set(cluster.metrics_addresses.values())) == 4
+        for name, address in cluster.metrics_addresses.items():
+            assert f"--metrics-listen {address}" in logs[name]
