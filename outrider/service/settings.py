@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -23,6 +22,7 @@ from outrider.service.address import check_address
 from outrider.service.logs import LogFormat
 from outrider.service.loopback import is_loopback
 from outrider.service.settings_error import describe, spell
+from outrider.service.settings_parser import make_parser
 
 SERVICES = ("GATEWAY", "VERIFIER", "DRAFTER")
 # Variables that are for clients: a service may find them in its environment, and does not read them.
@@ -49,9 +49,6 @@ class ServiceSettings(BaseSettings):
     model_config = SettingsConfigDict(
         frozen=True,
         extra="forbid",
-        cli_kebab_case=True,
-        cli_implicit_flags=True,
-        cli_avoid_json=True,
         protected_namespaces=(),
         nested_model_default_partial_update=False,
     )
@@ -173,12 +170,11 @@ class ServiceSettings(BaseSettings):
         `--help`, ends the program as argparse does.
         """
         prefix = cls.model_config["env_prefix"]
+        flags = vars(make_parser(cls, program).parse_args(arguments))
         refuse_unknown_variables(cls, os.environ)
-        early = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-        early.add_argument("--config", default=os.environ.get(f"{prefix}CONFIG"))
-        path = early.parse_known_args(list(arguments))[0].config
+        path = flags.get("config", os.environ.get(f"{prefix}CONFIG"))
         if path is not None and not Path(path).is_file():
-            raise BadSettingsError(f"config: no file at {path}")
+            raise BadSettingsError(f"{'--config' if 'config' in flags else f'{prefix}CONFIG'}: no file at {path}")
         # A subclass, as the file belongs to this call and not to the class.
         bound = type(
             cls.__name__,
@@ -186,9 +182,9 @@ class ServiceSettings(BaseSettings):
             {"model_config": SettingsConfigDict(toml_file=path), "__doc__": cls.__doc__, "__module__": cls.__module__},
         )
         try:
-            settings = bound(_cli_parse_args=list(arguments), _cli_prog_name=program)
+            settings = bound(**{name: ",".join(one) if isinstance(one, list) else one for name, one in flags.items()})
         except ValidationError as error:
-            spelled = spell(arguments, os.environ, prefix, path)
+            spelled = spell(flags, os.environ, prefix, path)
             raise BadSettingsError(describe(error, cls.model_fields, spelled, prefix)) from error
         except (SettingsError, ValueError) as error:
             raise BadSettingsError(str(error)) from error

@@ -4,33 +4,30 @@ from __future__ import annotations
 
 import re
 import tomllib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-_FLAG = re.compile(r"--(?:no-)?([^=]+)")
-
 
 def spell(
-    arguments: Sequence[str], environment: Mapping[str, str], prefix: str, path: str | None
+    flags: Collection[str], environment: Mapping[str, str], prefix: str, path: str | None
 ) -> Callable[[str], str]:
-    """What names a field as it was written: the flag or variable that set it, else the key in the file.
+    """What names a field as it was written: as one of the `flags`, as a variable, else as a key in the file.
 
-    The first two come before the file, in this order. Where there is no file, or nothing was written at all, it is the
-    flag that could have been.
+    They count in this order. What was written nowhere gets the name of its flag.
     """
-    flags = {found[1].replace("-", "_"): found[0] for item in arguments if (found := _FLAG.match(item))}
     in_file = _keys(path)
 
     def spelled(field: str) -> str:
         variable = f"{prefix}{field.upper()}"
-        if field in flags:
-            return flags[field].partition("=")[0]
-        if variable in environment:
-            return variable
-        return f"{field} in {path}" if field in in_file else f"--{field.replace('_', '-')}"
+        if field not in flags:
+            if variable in environment:
+                return variable
+            if field in in_file:
+                return f"{field} in {path}"
+        return f"--{field.replace('_', '-')}"
 
     return spelled
 

@@ -46,6 +46,7 @@ async def test_up_serves_until_ctrl_c():
     address = re.search(rb"serving on (\S+),", log)
     assert address is not None
     assert address[1] == b"127.0.0.1:20123"
+    assert b'try it: outrider generate --address 127.0.0.1:20123 --show-speculation "def main():"' in log
     prompt = heldout_prompt()
     drafted = await generate("localhost:20123", "--max-tokens", "48", prompt)
     plain = await generate("localhost:20123", "--max-tokens", "48", "--no-speculation", prompt)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -160,6 +162,26 @@ def test_a_models_settings(fields: dict[str, object], key: str) -> None:
     ModelSettings(block_size=32, num_blocks=1, device="cuda:3", dtype="bfloat16", memory_fraction=1)
     with pytest.raises(ValidationError, match=key):
         ModelSettings(**fields)  # type: ignore[arg-type]
+
+
+def test_a_list_may_be_written_in_parts() -> None:
+    assert load("--peers", "a:1", "--peers=b:2,c:3").peers == ("a:1", "b:2", "c:3")
+
+
+@pytest.mark.parametrize("program", ["gateway", "verifier_service", "drafter_service"])
+def test_help_is_for_people(program: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Catches names of Python's types, and a wall of flags without order."""
+    module = importlib.import_module(f"{program}.settings")
+    name = {"gateway": "GatewaySettings", "verifier_service": "VerifierSettings", "drafter_service": "DrafterSettings"}
+    cls: type[ServiceSettings] = getattr(module, name[program])
+    with pytest.raises(SystemExit):
+        cls.load(["--help"], program=f"python -m {program}")
+    text = capsys.readouterr().out
+    assert not re.search(r"--[a-z-]+ \{?(str|int|float|bool|Path|tuple|None)\b|None|SUPPRESS", text)
+    assert "who may call, and over what:" in text
+    assert "HOST:PORT" in text
+    for field in cls.model_fields:
+        assert f"--{field.replace('_', '-')} " in text or f"--{field.replace('_', '-')}," in text
 
 
 def test_help_tells_of_every_setting(capsys: pytest.CaptureFixture[str]) -> None:
