@@ -19,6 +19,7 @@ from drafter_service.sequence import DraftSequence
 from engine.cuda_graph import batch_buckets
 from engine.model_runner import ModelRunner
 from kernels.limits import MAX_DRAFT_TOKENS
+from outrider.protocol.fingerprint import TokenizerDigest
 from outrider.protocol.handshake import DraftLimits
 from outrider.protocol.sampling_parameters import SamplingParameters
 from tests.service_device import SERVICE_DEVICE, graph_pool
@@ -58,7 +59,7 @@ def loaded_drafter(
         make_executor,
         name="tiny",
         revision="",
-        tokenizer_fingerprint="",
+        tokenizer=TokenizerDigest(),
         max_num_batched_tokens=512,
         max_sequences=32,
         has_graphs=False,
