@@ -8,9 +8,9 @@ import pytest
 import torch
 from scipy import stats
 
-from kernels.draft_sample import NUM_CANDIDATES, DraftSample, draft_sample
+from kernels.draft_sample import DraftSample, draft_sample
 from kernels.integer_weights import exponential_weights
-from kernels.limits import WEIGHT_TOTAL
+from kernels.limits import NUM_CANDIDATES, WEIGHT_TOTAL
 from kernels.random import Purpose, random_words
 from tests.kernels.conftest import TritonDevice, poisoned_memory
 from tests.kernels.sampling_cases import shaped_probabilities
@@ -35,6 +35,7 @@ def sample(arguments: dict[str, torch.Tensor], num_candidates: int = NUM_CANDIDA
         top_k=arguments.get("top_k"),
         top_p=arguments.get("top_p"),
         num_candidates=num_candidates,
+        max_candidates=arguments.get("max_candidates"),
     )
 
 
@@ -217,20 +218,16 @@ def test_a_sequence_of_fewer_candidates_is_sampled_from_them_alone(
     # Coarse logits: there is a tie at nearly every limit, and one among all in the last row.
     arguments["logits"] = (arguments["logits"] * 2).round() / 2
     arguments["logits"][11] = 1.0
-    filters = {"top_p": torch.tensor([1.0] * 9 + [0.5, 1.0, 1.0])}
-    max_candidates = torch.tensor(limits, dtype=torch.int32)
+    arguments["top_p"] = torch.tensor([1.0] * 9 + [0.5, 1.0, 1.0])
     with poisoned_memory():
         expected = [
-            draft_sample(
-                **{name: value[row : row + 1] for name, value in (arguments | filters).items()},
-                num_candidates=min(limit, 40),
-            )
+            sample({name: value[row : row + 1] for name, value in arguments.items()}, min(limit, 40))
             for row, limit in enumerate(limits)
         ]
-        reference = draft_sample(**arguments, **filters, num_candidates=40, max_candidates=max_candidates)
+        arguments["max_candidates"] = torch.tensor(limits, dtype=torch.int32)
+        reference = sample(arguments, 40)
     with triton_device() as device:
-        moved = {name: value.to(device) for name, value in (arguments | filters).items()}
-        output = draft_sample(**moved, num_candidates=40, max_candidates=max_candidates.to(device))
+        output = sample({name: value.to(device) for name, value in arguments.items()}, 40)
     assert_same(output, reference)
     for row, (limit, alone) in enumerate(zip(limits, expected, strict=True)):
         kept = min(limit, 40)

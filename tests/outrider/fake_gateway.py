@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Self
+from typing import Self, TypeAlias
 
 import grpc
 from google.protobuf import duration_pb2
+from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 from grpc_health.v1 import health, health_pb2_grpc
 from grpc_status import rpc_status
@@ -19,6 +20,9 @@ RECOVERED = common_pb2.TOKEN_ORIGIN_RECOVERED
 BONUS = common_pb2.TOKEN_ORIGIN_BONUS
 PLAIN = common_pb2.TOKEN_ORIGIN_PLAIN
 
+# Only the stubs know that it is generic.
+Context: TypeAlias = "grpc.aio.ServicerContext[Message, Message]"
+
 
 def started(request: generation_pb2.GenerateRequest) -> generation_pb2.GenerateResponse:
     message = generation_pb2.Started(
@@ -27,7 +31,7 @@ def started(request: generation_pb2.GenerateRequest) -> generation_pb2.GenerateR
     return generation_pb2.GenerateResponse(started=message)
 
 
-def chunk(text: str, *tokens: tuple[int, int, str]) -> generation_pb2.GenerateResponse:
+def chunk(text: str, *tokens: tuple[int, common_pb2.TokenOrigin, str]) -> generation_pb2.GenerateResponse:
     items = [generation_pb2.Token(id=token_id, origin=origin, text=part) for token_id, origin, part in tokens]
     return generation_pb2.GenerateResponse(chunk=generation_pb2.Chunk(text=text, tokens=items))
 
@@ -79,9 +83,11 @@ class FakeGateway(generation_pb2_grpc.GenerationServiceServicer):
         self.was_cancelled = asyncio.Event()
         self._server = grpc.aio.server(options=[("grpc.max_receive_message_length", 64 << 20)])
 
-    async def Generate(self, request, context) -> AsyncIterator[generation_pb2.GenerateResponse]:
+    async def Generate(
+        self, request: generation_pb2.GenerateRequest, context: Context
+    ) -> AsyncIterator[generation_pb2.GenerateResponse]:
         self.requests.append(request)
-        self.metadata.append(dict(context.invocation_metadata()))
+        self.metadata.append(dict(context.invocation_metadata() or ()))
         word, _, rest = request.prompt.partition(" ")
         try:
             await self._fail_as_told(context)
@@ -103,7 +109,9 @@ class FakeGateway(generation_pb2_grpc.GenerationServiceServicer):
             self.was_cancelled.set()
             raise
 
-    async def GetModel(self, request, context) -> generation_pb2.GetModelResponse:
+    async def GetModel(
+        self, request: generation_pb2.GetModelRequest, context: Context
+    ) -> generation_pb2.GetModelResponse:
         await self._fail_as_told(context)
         return generation_pb2.GetModelResponse(
             name="fake",
@@ -115,27 +123,27 @@ class FakeGateway(generation_pb2_grpc.GenerationServiceServicer):
             drafters=[generation_pb2.DrafterMember(address="d:1", is_ready=False, detail="vocabulary differs")],
         )
 
-    async def _fail_as_told(self, context) -> None:
+    async def _fail_as_told(self, context: Context) -> None:
         if self.num_failures_to_come:
             self.num_failures_to_come -= 1
             metadata = () if self.pushback_ms is None else (("grpc-retry-pushback-ms", str(self.pushback_ms)),)
             await context.abort(grpc.StatusCode.UNAVAILABLE, "draining", metadata)
 
-    async def _fail(self, context, name: str, message: str = "no") -> None:
+    async def _fail(self, context: Context, name: str, message: str = "no") -> None:
         code = grpc.StatusCode[name]
         status = status_pb2.Status(code=code.value[0], message=message)
         if code is grpc.StatusCode.RESOURCE_EXHAUSTED:
             delay = duration_pb2.Duration()
             delay.FromNanoseconds(1_500_000_000)
             status.details.add().Pack(error_details_pb2.RetryInfo(retry_delay=delay))
-        await context.abort_with_status(rpc_status.to_status(status))
+        await context.abort_with_status(rpc_status.to_status(status))  # type: ignore[attr-defined]  # not in the stubs
 
     async def __aenter__(self) -> Self:
         generation_pb2_grpc.add_GenerationServiceServicer_to_server(self, self._server)
-        health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), self._server)  # type: ignore[attr-defined]
         self.address = f"127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
         await self._server.start()
         return self
 
-    async def __aexit__(self, *exception) -> None:
+    async def __aexit__(self, *exception: object) -> None:
         await self._server.stop(grace=None)

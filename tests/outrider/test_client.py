@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from collections.abc import AsyncIterator
+from typing import Any
 
 import grpc
 import pytest
@@ -36,19 +38,19 @@ QUICK = RetryPolicy(initial_delay_seconds=0.01)
 
 
 @pytest.fixture
-async def gateway():
+async def gateway() -> AsyncIterator[FakeGateway]:
     async with FakeGateway() as gateway:
         yield gateway
 
 
 @pytest.fixture
-async def client(gateway):
+async def client(gateway: FakeGateway) -> AsyncIterator[AsyncClient]:
     async with AsyncClient(gateway.address, retry=QUICK) as client:
         yield client
 
 
 class TestAsyncClient:
-    async def test_generate_adds_the_stream_up(self, client):
+    async def test_generate_adds_the_stream_up(self, client: AsyncClient) -> None:
         completion = await client.generate("tell", request_id="r1")
         assert completion.text == "Once \N{SLIGHTLY SMILING FACE}upon"
         assert completion.token_ids == (1, 2, 3, 4, 5)
@@ -68,40 +70,42 @@ class TestAsyncClient:
         assert completion.mean_acceptance_length == 2.5
         assert completion.tokens_per_second == pytest.approx(2.0)
 
-    async def test_stream_yields_typed_events_in_order(self, client):
+    async def test_stream_yields_typed_events_in_order(self, client: AsyncClient) -> None:
         kinds = [type(event) async for event in client.stream("tell")]
         assert kinds == [Started, Chunk, Chunk, Finished]
 
-    async def test_model_describes_both_pools(self, client):
+    async def test_model_describes_both_pools(self, client: AsyncClient) -> None:
         model = await client.model()
         assert (model.name, model.context_length, model.has_tokenizer) == ("fake", 128, True)
         assert model.verifiers[0].is_ready
         assert model.drafters[0].detail == "vocabulary differs"
 
-    async def test_a_bad_request_names_its_field(self, client):
+    async def test_a_bad_request_names_its_field(self, client: AsyncClient) -> None:
         with pytest.raises(InvalidRequestError) as caught:
             await client.generate("fail INVALID_ARGUMENT sampling.top_p: must be at most 1")
         assert caught.value.field == "sampling.top_p"
         assert caught.value.code is grpc.StatusCode.INVALID_ARGUMENT
 
-    async def test_a_full_service_says_when_to_come_back(self, client, gateway):
+    async def test_a_full_service_says_when_to_come_back(self, client: AsyncClient, gateway: FakeGateway) -> None:
         with pytest.raises(OverloadedError) as caught:
             await client.generate("fail RESOURCE_EXHAUSTED")
         assert caught.value.retry_delay_seconds == 1.5
         assert len(gateway.requests) == 1
 
-    async def test_other_statuses_keep_their_code(self, client):
+    async def test_other_statuses_keep_their_code(self, client: AsyncClient) -> None:
         with pytest.raises(ClientError) as caught:
             await client.generate("fail ABORTED")
         assert caught.value.code is grpc.StatusCode.ABORTED
 
     @pytest.mark.parametrize("code", ["RESOURCE_EXHAUSTED", "ABORTED", "INTERNAL", "UNKNOWN", "CANCELLED"])
-    async def test_other_statuses_are_not_retried(self, client, gateway, code):
+    async def test_other_statuses_are_not_retried(self, client: AsyncClient, gateway: FakeGateway, code: str) -> None:
         with pytest.raises(ClientError):
             await client.generate(f"fail {code}")
         assert len(gateway.requests) == 1
 
-    async def test_unavailable_is_retried_before_the_first_message(self, client, gateway):
+    async def test_unavailable_is_retried_before_the_first_message(
+        self, client: AsyncClient, gateway: FakeGateway
+    ) -> None:
         gateway.num_failures_to_come = 2
         completion = await client.generate("tell")
         assert completion.usage.num_output_tokens == 5
@@ -109,7 +113,7 @@ class TestAsyncClient:
         gateway.num_failures_to_come = 2
         assert (await client.model()).name == "fake"
 
-    async def test_a_long_prompt_is_retried_as_well(self, client, gateway):
+    async def test_a_long_prompt_is_retried_as_well(self, client: AsyncClient, gateway: FakeGateway) -> None:
         """Catches gRPC's default of keeping no more than 256 KiB of a request for its next attempt."""
         gateway.num_failures_to_come = 1
         completion = await client.generate("tell " + "more " * 200_000)
@@ -117,7 +121,7 @@ class TestAsyncClient:
         assert len(gateway.requests) == 2
         assert gateway.requests[0] == gateway.requests[1]
 
-    async def test_a_gateway_that_comes_late_is_waited_for(self, gateway):
+    async def test_a_gateway_that_comes_late_is_waited_for(self, gateway: FakeGateway) -> None:
         async with proxied(gateway.address) as proxy:
             address = proxy.address
         async with AsyncClient(address, retry=RetryPolicy(max_attempts=5, initial_delay_seconds=0.2)) as client:
@@ -129,7 +133,7 @@ class TestAsyncClient:
             assert (await completing).usage.num_output_tokens == 5
             await proxy.stop()
 
-    async def test_the_time_that_the_gateway_names_counts(self, gateway):
+    async def test_the_time_that_the_gateway_names_counts(self, gateway: FakeGateway) -> None:
         """In place of the back-off, be it longer or shorter."""
         for initial_delay_seconds, pushback_ms, least, most in ((0.01, 300, 0.55, 3.0), (20.0, 10, 0.0, 3.0)):
             gateway.num_failures_to_come, gateway.pushback_ms = 2, pushback_ms
@@ -139,20 +143,22 @@ class TestAsyncClient:
                 await client.generate("tell", timeout=20)
             assert least < time.monotonic() - start < most
 
-    async def test_a_single_attempt(self, gateway):
+    async def test_a_single_attempt(self, gateway: FakeGateway) -> None:
         gateway.num_failures_to_come = 1
         async with AsyncClient(gateway.address, retry=RetryPolicy(max_attempts=1)) as client:
             with pytest.raises(UnavailableError):
                 await client.generate("tell")
         assert len(gateway.requests) == 1
 
-    async def test_unavailable_ends_after_the_last_attempt(self, client, gateway):
+    async def test_unavailable_ends_after_the_last_attempt(self, client: AsyncClient, gateway: FakeGateway) -> None:
         gateway.num_failures_to_come = 100
         with pytest.raises(UnavailableError, match="draining"):
             await client.generate("tell")
         assert len(gateway.requests) == QUICK.max_attempts
 
-    async def test_unavailable_is_final_after_the_first_message(self, client, gateway):
+    async def test_unavailable_is_final_after_the_first_message(
+        self, client: AsyncClient, gateway: FakeGateway
+    ) -> None:
         events = []
         with pytest.raises(UnavailableError):  # noqa: PT012
             async for event in client.stream("late UNAVAILABLE"):
@@ -160,39 +166,39 @@ class TestAsyncClient:
         assert len(events) == 3
         assert len(gateway.requests) == 1
 
-    async def test_the_timeout_covers_all_attempts(self, gateway):
+    async def test_the_timeout_covers_all_attempts(self, gateway: FakeGateway) -> None:
         gateway.num_failures_to_come = 100
         start = time.monotonic()
         async with AsyncClient(gateway.address, retry=RetryPolicy(initial_delay_seconds=0.2)) as client:
             with pytest.raises(DeadlineExceededError):
                 await client.generate("tell", timeout=0.5)
-        assert 0.4 < time.monotonic() - start < 1.2
+        assert 0.4 < time.monotonic() - start < 2
         assert 2 <= len(gateway.requests) < RetryPolicy().max_attempts
 
-    async def test_a_deadline_ends_the_call_at_the_gateway(self, client, gateway):
+    async def test_a_deadline_ends_the_call_at_the_gateway(self, client: AsyncClient, gateway: FakeGateway) -> None:
         with pytest.raises(DeadlineExceededError):
             await client.generate("hang", timeout=0.2)
         await asyncio.wait_for(gateway.was_cancelled.wait(), 5)
 
-    async def test_nobody_at_the_address(self):
+    async def test_nobody_at_the_address(self) -> None:
         async with AsyncClient("127.0.0.1:1", retry=QUICK) as client:
             with pytest.raises(UnavailableError):
                 await client.generate("tell")
 
-    async def test_leaving_the_iterator_cancels_the_call(self, client, gateway):
+    async def test_leaving_the_iterator_cancels_the_call(self, client: AsyncClient, gateway: FakeGateway) -> None:
         async for event in client.stream("endless"):
             if isinstance(event, Chunk):
                 break
         assert await asyncio.wait_for(gateway.was_cancelled.wait(), 5)
 
-    async def test_closing_a_kept_iterator_cancels_the_call(self, client, gateway):
+    async def test_closing_a_kept_iterator_cancels_the_call(self, client: AsyncClient, gateway: FakeGateway) -> None:
         stream = client.stream("endless")
         async with contextlib.aclosing(stream):
             await anext(stream)
             assert not gateway.was_cancelled.is_set()
         await asyncio.wait_for(gateway.was_cancelled.wait(), 5)
 
-    async def test_cancelling_the_task_cancels_the_call(self, client, gateway):
+    async def test_cancelling_the_task_cancels_the_call(self, client: AsyncClient, gateway: FakeGateway) -> None:
         task = asyncio.create_task(client.generate("endless"))
         await asyncio.sleep(0.2)
         task.cancel()
@@ -200,11 +206,11 @@ class TestAsyncClient:
             await task
         await asyncio.wait_for(gateway.was_cancelled.wait(), 5)
 
-    async def test_a_stream_without_an_end_is_an_error(self, client):
+    async def test_a_stream_without_an_end_is_an_error(self, client: AsyncClient) -> None:
         with pytest.raises(ClientError, match="ended before"):
             await client.generate("cut")
 
-    async def test_the_current_trace_travels_along(self, client, gateway):
+    async def test_the_current_trace_travels_along(self, client: AsyncClient, gateway: FakeGateway) -> None:
         await client.generate("tell")
         assert "traceparent" not in gateway.metadata[0]
         span = trace.NonRecordingSpan(trace.SpanContext(0xABC, 0xDEF, is_remote=False, trace_flags=trace.TraceFlags(1)))
@@ -219,7 +225,7 @@ class TestAsyncClient:
 class TestClient:
     """The blocking client runs in a thread beside the gateway's loop."""
 
-    async def test_generate_and_model(self, gateway):
+    async def test_generate_and_model(self, gateway: FakeGateway) -> None:
         def use() -> str:
             with Client(gateway.address) as client:
                 assert client.model().name == "fake"
@@ -228,7 +234,7 @@ class TestClient:
         assert await asyncio.to_thread(use) == "Once \N{SLIGHTLY SMILING FACE}upon"
         assert gateway.requests[0].sampling.temperature == 0
 
-    async def test_retries_and_errors(self, gateway):
+    async def test_retries_and_errors(self, gateway: FakeGateway) -> None:
         gateway.num_failures_to_come = 2
 
         def use() -> None:
@@ -252,7 +258,7 @@ class TestClient:
 
         await asyncio.to_thread(use)
 
-    async def test_leaving_the_iterator_cancels_the_call(self, gateway):
+    async def test_leaving_the_iterator_cancels_the_call(self, gateway: FakeGateway) -> None:
         def use() -> None:
             with Client(gateway.address) as client:
                 for event in client.stream("endless"):
@@ -274,26 +280,26 @@ class TestClient:
         {"initial_delay_seconds": float("nan")},
     ],
 )
-def test_a_retry_policy_that_grpc_would_not_follow(fields):
+def test_a_retry_policy_that_grpc_would_not_follow(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(fields))):
         RetryPolicy(**fields)
 
 
 class TestBuildRequest:
-    def test_unset_stays_unset(self):
+    def test_unset_stays_unset(self) -> None:
         request = build_request("p", None)
         assert not request.sampling.ListFields()
         assert not request.stopping.HasField("max_tokens")
         assert request.speculation.mode == generation_pb2.SPECULATION_MODE_AUTO
         assert not request.HasField("logprobs")
 
-    def test_zero_is_a_value(self):
+    def test_zero_is_a_value(self) -> None:
         request = build_request("p", None, temperature=0, top_k=0, logprobs=0, max_tokens=0, seed=0)
         assert {field.name for field, _ in request.sampling.ListFields()} == {"temperature", "top_k", "seed"}
         assert request.stopping.HasField("max_tokens")
         assert request.HasField("logprobs")
 
-    def test_everything_arrives_in_its_place(self):
+    def test_everything_arrives_in_its_place(self) -> None:
         request = build_request(
             None,
             [1, 2],
@@ -314,7 +320,7 @@ class TestBuildRequest:
         assert request.speculation.max_draft_tokens == 4
         assert request.speculation.verification == common_pb2.VERIFICATION_REJECTION
 
-    def test_no_prompt_is_left_for_the_gateway_to_refuse(self):
+    def test_no_prompt_is_left_for_the_gateway_to_refuse(self) -> None:
         assert build_request(None, None).WhichOneof("input") is None
         assert build_request(None, []).WhichOneof("input") == "token_ids"
 
@@ -330,17 +336,17 @@ class TestBuildRequest:
             ("request_id", {"request_id": "\udcff"}),
         ],
     )
-    def test_what_the_wire_cannot_hold_names_the_field(self, field, options):
+    def test_what_the_wire_cannot_hold_names_the_field(self, field: str, options: dict[str, Any]) -> None:
         with pytest.raises(InvalidRequestError) as caught:
             build_request("p", None, **options)
         assert caught.value.field == field
 
-    def test_prompt_and_token_ids_exclude_each_other(self):
+    def test_prompt_and_token_ids_exclude_each_other(self) -> None:
         with pytest.raises(InvalidRequestError, match="not both"):
             build_request("p", [1])
 
 
-def test_the_client_needs_no_torch():
+def test_the_client_needs_no_torch() -> None:
     import subprocess
     import sys
 

@@ -31,7 +31,11 @@ LIMITS = DraftLimits(max_draft_tokens=4, max_candidates=64)
 
 
 def target_identity(**fields: Any) -> common_pb2.ModelIdentity:
-    defaults = {"protocol_version": PROTOCOL_VERSION, "random_scheme": RANDOM_SCHEME, "vocabulary_size": 64}
+    defaults: dict[str, Any] = {
+        "protocol_version": PROTOCOL_VERSION,
+        "random_scheme": RANDOM_SCHEME,
+        "vocabulary_size": 64,
+    }
     return common_pb2.ModelIdentity(**(defaults | fields))
 
 
@@ -39,7 +43,7 @@ class VerifierEnd:
     """A Draft stream in the hands of a test."""
 
     def __init__(self, stub: drafter_pb2_grpc.DrafterServiceAsyncStub) -> None:
-        self._call = stub.Draft()
+        self._call = stub.Draft(None)
 
     async def send(self, **fields: Any) -> None:
         await self._call.write(drafter_pb2.DraftRequest(**fields))
@@ -90,7 +94,7 @@ async def verifier_end(
 
 
 def opening(sequence_id: int = 1, tokens: list[int] = PROMPT, **fields: Any) -> drafter_pb2.OpenSequence:
-    defaults = {
+    defaults: dict[str, Any] = {
         "token_ids": pack_tokens(tokens),
         "num_prompt_tokens": len(tokens),
         "sampling": common_pb2.SamplingParameters(temperature=0.0, seed=1),
@@ -302,7 +306,7 @@ async def test_a_frame_that_does_not_parse_ends_its_stream_only(pair: Pair) -> N
             first = drafter_pb2.DraftRequest(
                 identity=target_identity(), limits=LIMITS.to_message(), opens=[opening()]
             ).SerializeToString()
-            call = channel.stream_stream("/outrider.v1.DrafterService/Draft")(iter([first, b"\xff\xff"]))
+            call = channel.stream_stream("/outrider.v1.DrafterService/Draft", None, None)(iter([first, b"\xff\xff"]))
             with pytest.raises(grpc.aio.AioRpcError) as caught:
                 async for _ in call:
                     pass

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -24,7 +25,7 @@ POLL_SECONDS = 0.001
 
 
 def rpc_error(code: grpc.StatusCode, details: str) -> grpc.aio.AioRpcError:
-    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details)
+    return grpc.aio.AioRpcError(code, grpc.aio.Metadata(), grpc.aio.Metadata(), details, "")
 
 
 class FakeCall:
@@ -94,7 +95,7 @@ class Link(StreamLink[Any, Any]):
 
     async def _shake_hands(self, channel: grpc.aio.Channel) -> Any:
         (fake,) = self.used[-1:]
-        assert counted(channel, None, "peer") is fake
+        assert cast(FakeChannel, counted(channel, None, "peer")) is fake
         if fake.refusal is not None:
             raise fake.refusal
         return lambda requests: fake.call
@@ -298,7 +299,7 @@ def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         await really_sleep(0)
 
     monkeypatch.setattr(asyncio, "sleep", sleep)
-    monkeypatch.setattr(stream_link.random, "uniform", lambda low, high: high)
+    monkeypatch.setattr(random, "uniform", lambda low, high: high)
     return asked
 
 
