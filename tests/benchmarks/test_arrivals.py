@@ -49,7 +49,14 @@ def _recorder(tmp_path: Path) -> Recorder:
 
 def _closed(recorder: Recorder, speed: float, traffic: str, **fields: Any) -> None:
     figures = {f"{name}_{cut}_ms": 1.0 for name in ("first_token", "token") for cut in ("p50", "p99")}
-    common = {"concurrency": 8, "round": 0, "num_draft_tokens": None, "void": None, "fallbacks": {}, **figures}
+    common: dict[str, Any] = {
+        "concurrency": 8,
+        "round": 0,
+        "num_draft_tokens": None,
+        "void": None,
+        "fallbacks": {},
+        **figures,
+    }
     recorder.write(
         "closed_loop", **{**common, "tokens_per_second": speed, "traffic": traffic, "acceptance_length": 1.0, **fields}
     )

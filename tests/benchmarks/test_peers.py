@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
 import json
 import textwrap
 import time
@@ -91,7 +92,7 @@ def _flags(pair: PairDirectory, out: Path) -> list[str]:
 def test_tiny_run(
     pair: PairDirectory, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     out = tmp_path / "peers.jsonl"
     assert main(_flags(pair, out)) == 0
     runs = of_kind(read_records(out), "transformers")

@@ -31,7 +31,7 @@ class _Gateway(generation_pb2_grpc.GenerationServiceServicer):
         self.requests: list[generation_pb2.GenerateRequest] = []
         self.num_open = self.most_open = 0
 
-    async def Generate(  # type: ignore[override]
+    async def Generate(
         self, request: generation_pb2.GenerateRequest, context: grpc.aio.ServicerContext[object, object]
     ) -> AsyncIterator[generation_pb2.GenerateResponse]:
         self.requests.append(request)
@@ -57,6 +57,11 @@ class _Gateway(generation_pb2_grpc.GenerationServiceServicer):
             yield generation_pb2.GenerateResponse(finished=finished)
         finally:
             self.num_open -= 1
+
+    async def GetModel(
+        self, request: generation_pb2.GetModelRequest, context: grpc.aio.ServicerContext[object, object]
+    ) -> generation_pb2.GetModelResponse:
+        raise NotImplementedError  # nobody asks
 
 
 @asynccontextmanager

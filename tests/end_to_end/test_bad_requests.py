@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import AsyncIterable
 
 import grpc
 import pytest
@@ -91,12 +92,13 @@ async def test_bytes_that_are_no_message_are_refused(cluster: LocalCluster) -> N
     }
     for (address, method), is_stream in places.items():
         async with grpc.aio.insecure_channel(address) as channel:
+            responses: AsyncIterable[bytes]
             if is_stream:
-                call = channel.stream_stream(method)(iter([b"\xff\xff\xff"]))
+                responses = channel.stream_stream(method, None, None)(iter([b"\xff\xff\xff"]))
             else:
-                call = channel.unary_stream(method)(b"\xff\xff\xff")
+                responses = channel.unary_stream(method, None, None)(b"\xff\xff\xff")
             with pytest.raises(grpc.aio.AioRpcError) as caught:
-                _ = [response async for response in call]
+                _ = [response async for response in responses]
         assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT, method
     await serves(cluster)
 

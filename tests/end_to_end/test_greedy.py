@@ -127,8 +127,8 @@ async def test_scripts_change_nothing(
         running_gateway(verifier, tmp_path, drafter=drafter.address) as gateway,
     ):
         results = await generate_all(gateway.address, prompts)
-    for index, (prompt, completion) in enumerate(results):
-        assert list(completion.token_ids) == expected[tuple(prompt)]
+    for index, (tokens, completion) in enumerate(results):
+        assert list(completion.token_ids) == expected[tuple(tokens)]
         statistics = completion.speculation
         if index < 4:
             assert statistics.num_accepted_tokens == statistics.num_draft_tokens

@@ -93,7 +93,7 @@ MISTAKES = [
 @torch.inference_mode()
 def exact(model: Path, case: Case, outputs: Sequence[list[int]]) -> torch.Tensor:  # [outputs, NUM_TOKENS, VOCABULARY]
     """The model's distribution of each token, behind the prompt and the output's own tokens before it."""
-    logits = load_model(model)(torch.tensor([[*PROMPT, *tokens] for tokens in outputs])).logits.double()
+    logits: torch.Tensor = load_model(model)(torch.tensor([[*PROMPT, *tokens] for tokens in outputs])).logits.double()
     shaped = logits[:, len(PROMPT) - 1 : -1].clone()
     for rows, tokens in zip(shaped, outputs, strict=True):
         for place, row in enumerate(rows):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import grpc
 import pytest
@@ -38,7 +38,7 @@ async def test_the_client_is_told_every_field(verifier: FakeVerifier, tokenizer:
     async with running_gateway(verifier, tokenizer=tokenizer) as running:
         async with AsyncClient(running.gateway_address) as client:
             with pytest.raises(InvalidRequestError) as caught:
-                await client.generate("", **OPTIONS)  # type: ignore[arg-type]
+                await client.generate("", **OPTIONS)
         error = caught.value
         names = [violation.field.rpartition(".")[2] for violation in error.violations]
         assert names == ["prompt", *OPTIONS]
@@ -48,7 +48,8 @@ async def test_the_client_is_told_every_field(verifier: FakeVerifier, tokenizer:
         assert all(violation.description for violation in error.violations)
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await running.stub.Generate(build_request("", None, **OPTIONS)).read()
-    trailers = refused.value.trailing_metadata() or ()
+    # The stubs do not know that these are pairs.
+    trailers = cast(tuple[tuple[str, str | bytes], ...], refused.value.trailing_metadata())
     assert "grpc-status-details-bin" in dict(trailers)
     # On the wire, bytes are written in base 64.
     num_bytes = sum(len(key) + len(value) * 4 // 3 for key, value in trailers) + len(refused.value.details() or "")

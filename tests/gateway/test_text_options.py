@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -156,10 +156,11 @@ async def test_token_ids_come_back_on_demand(verifier: FakeVerifier, tokenizer: 
         assert answer["choices"][0]["token_ids"] == ids
         assert answer["prompt_token_ids"] == tokenizer._encode("ab", add_special_tokens=False)
 
-        for path, request, place in (
+        fronts: list[tuple[str, dict[str, Any], Callable[[Any], Any]]] = [
             ("/v1/completions", {**body, "prompt": "ab"}, lambda piece: piece["choices"][0]),
             ("/v1/chat/completions", chat, lambda piece: piece),
-        ):
+        ]
+        for path, request, place in fronts:
             lines = (await http.post(path, json={**request, "stream": True})).text.split("\n\n")
             pieces = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
             assert [token for piece in pieces for token in piece["choices"][0].get("token_ids", [])] == ids

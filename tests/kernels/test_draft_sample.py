@@ -219,15 +219,15 @@ def test_a_sequence_of_fewer_candidates_is_sampled_from_them_alone(
     arguments["logits"] = (arguments["logits"] * 2).round() / 2
     arguments["logits"][11] = 1.0
     arguments["top_p"] = torch.tensor([1.0] * 9 + [0.5, 1.0, 1.0])
+    limited = arguments | {"max_candidates": torch.tensor(limits, dtype=torch.int32)}
     with poisoned_memory():
         expected = [
             sample({name: value[row : row + 1] for name, value in arguments.items()}, min(limit, 40))
             for row, limit in enumerate(limits)
         ]
-        arguments["max_candidates"] = torch.tensor(limits, dtype=torch.int32)
-        reference = sample(arguments, 40)
+        reference = sample(limited, 40)
     with triton_device() as device:
-        output = sample({name: value.to(device) for name, value in arguments.items()}, 40)
+        output = sample({name: value.to(device) for name, value in limited.items()}, 40)
     assert_same(output, reference)
     for row, (limit, alone) in enumerate(zip(limits, expected, strict=True)):
         kept = min(limit, 40)

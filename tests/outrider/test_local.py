@@ -7,7 +7,9 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -20,13 +22,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 @pytest.fixture(autouse=True)
-def _fake_services(monkeypatch):
+def _fake_services(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "_MODULES", dict.fromkeys(("gateway", "verifier", "drafter"), FAKE))
     monkeypatch.setattr(local, "_RESTART_DELAYS", (0.1,))
     monkeypatch.setattr(local, "_LINK_SECONDS", 0.2)
 
 
-def options(tmp_path: Path, **fields) -> Options:
+def options(tmp_path: Path, **fields: Any) -> Options:
     return Options(**{"target": tmp_path, "draft": tmp_path, "drain_seconds": 1.0, **fields})
 
 
@@ -39,14 +41,14 @@ def is_alive(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
 
 
-async def eventually(condition, within_seconds: float = 10.0) -> None:
+async def eventually(condition: Callable[[], bool], within_seconds: float = 10.0) -> None:
     deadline = time.monotonic() + within_seconds
     while not condition():
         assert time.monotonic() < deadline, "it did not happen in time"
         await asyncio.sleep(0.02)
 
 
-async def test_starts_serves_and_leaves_nothing_behind(tmp_path):
+async def test_starts_serves_and_leaves_nothing_behind(tmp_path: Path) -> None:
     reports: list[Report] = []
     async with LocalCluster(options(tmp_path), reports.append) as cluster:
         directory = cluster.log_directory
@@ -65,14 +67,14 @@ async def test_starts_serves_and_leaves_nothing_behind(tmp_path):
     assert any("vocabulary differs" in report.message for report in reports)
 
 
-async def test_both_services_are_made_for_the_same_number_of_draft_tokens(tmp_path):
+async def test_both_services_are_made_for_the_same_number_of_draft_tokens(tmp_path: Path) -> None:
     """Catches a drafter whose CUDA graphs make fewer, which then are all that anybody gets."""
     async with LocalCluster(options(tmp_path, max_draft_tokens=7)) as cluster:
         assert "--max-draft-tokens 7" in (cluster.log_directory / "verifier.log").read_text()
         assert "--graph-draft-tokens 7" in (cluster.log_directory / "drafter.log").read_text()
 
 
-async def test_a_cluster_without_a_drafter(tmp_path):
+async def test_a_cluster_without_a_drafter(tmp_path: Path) -> None:
     async with LocalCluster(options(tmp_path, drafter="none")) as cluster:
         assert "--drafters" not in (cluster.log_directory / "gateway.log").read_text()
         with pytest.raises(RuntimeError, match="no such service"):
@@ -83,14 +85,14 @@ async def test_a_cluster_without_a_drafter(tmp_path):
     ("kind", "script", "flags"),
     [("ngram", "", "--kind ngram"), ("scripted", "a.json", "--kind scripted --script a.json")],
 )
-async def test_a_drafter_without_a_model(tmp_path, kind, script, flags):
+async def test_a_drafter_without_a_model(tmp_path: Path, kind: str, script: str, flags: str) -> None:
     async with LocalCluster(options(tmp_path, draft=None, drafter=kind, script=script)) as cluster:
         log = (cluster.log_directory / "drafter.log").read_text()
     assert flags in log
     assert "--model" not in log
 
 
-async def test_a_service_that_dies_while_it_loads(tmp_path):
+async def test_a_service_that_dies_while_it_loads(tmp_path: Path) -> None:
     logs = tmp_path / "logs"
     cluster = LocalCluster(options(tmp_path, log_directory=logs, verifier_flags=("--behave", "die")))
     with pytest.raises(StartError, match=r"verifier ended with exit status 1(?s:.*)no such model"):
@@ -99,14 +101,14 @@ async def test_a_service_that_dies_while_it_loads(tmp_path):
     assert (logs / "verifier.log").exists()
 
 
-async def test_a_service_that_never_serves(tmp_path):
+async def test_a_service_that_never_serves(tmp_path: Path) -> None:
     cluster = LocalCluster(options(tmp_path, start_seconds=1.0, drafter_flags=("--behave", "hang")))
     with pytest.raises(StartError, match="did not serve within 1 s"):
         await cluster.start()
     assert not cluster.verifier.is_running
 
 
-async def test_a_taken_port_is_found_before_anything_loads(tmp_path):
+async def test_a_taken_port_is_found_before_anything_loads(tmp_path: Path) -> None:
     async with LocalCluster(options(tmp_path)) as cluster:
         port = int(cluster.address.rpartition(":")[2])
         with pytest.raises(StartError, match=f"cannot listen on 127.0.0.1:{port}"):
@@ -114,7 +116,7 @@ async def test_a_taken_port_is_found_before_anything_loads(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["drafter", "verifier"])
-async def test_what_dies_is_reported_and_started_again_at_its_address(tmp_path, name):
+async def test_what_dies_is_reported_and_started_again_at_its_address(tmp_path: Path, name: str) -> None:
     reports: list[Report] = []
     async with LocalCluster(options(tmp_path), reports.append) as cluster:
         process = getattr(cluster, name)
@@ -129,7 +131,7 @@ async def test_what_dies_is_reported_and_started_again_at_its_address(tmp_path, 
         assert process.address == address
 
 
-async def test_a_drafter_that_stays_dead_until_it_is_wanted(tmp_path):
+async def test_a_drafter_that_stays_dead_until_it_is_wanted(tmp_path: Path) -> None:
     reports: list[Report] = []
     async with LocalCluster(options(tmp_path, restart=False), reports.append) as cluster:
         cluster.drafter.kill()
@@ -140,7 +142,7 @@ async def test_a_drafter_that_stays_dead_until_it_is_wanted(tmp_path):
         assert cluster.drafter.is_running
 
 
-async def test_the_gateways_death_ends_the_wait(tmp_path):
+async def test_the_gateways_death_ends_the_wait(tmp_path: Path) -> None:
     async with LocalCluster(options(tmp_path)) as cluster:
         waiting = asyncio.create_task(cluster.wait())
         await asyncio.sleep(0.1)
@@ -149,14 +151,14 @@ async def test_the_gateways_death_ends_the_wait(tmp_path):
         await asyncio.wait_for(waiting, 5)
 
 
-async def test_a_service_that_ignores_sigterm_is_killed(tmp_path, monkeypatch):
+async def test_a_service_that_ignores_sigterm_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "_STOP_SECONDS", 0.2)
     async with LocalCluster(options(tmp_path, drain_seconds=0.2, verifier_flags=("--behave", "stubborn"))) as cluster:
         pid = cluster.verifier.pid
     assert not is_alive(pid)
 
 
-async def test_an_interrupted_start_leaves_nothing_behind(tmp_path):
+async def test_an_interrupted_start_leaves_nothing_behind(tmp_path: Path) -> None:
     cluster = LocalCluster(options(tmp_path, verifier_flags=("--behave", "hang")))
     starting = asyncio.create_task(cluster.start())
     await asyncio.sleep(1.0)
@@ -167,7 +169,7 @@ async def test_an_interrupted_start_leaves_nothing_behind(tmp_path):
     assert not is_alive(pid)
 
 
-async def test_children_end_when_the_parent_is_killed(tmp_path):
+async def test_children_end_when_the_parent_is_killed(tmp_path: Path) -> None:
     """SIGKILL leaves the parent no time for anything: only the pipe tells the children."""
     program = f"""
 import asyncio

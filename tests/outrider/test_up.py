@@ -12,6 +12,7 @@ import re
 import signal
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,14 +29,15 @@ async def command(*arguments: str) -> asyncio.subprocess.Process:
     )  # fmt: skip
 
 
-async def generate(address: str, *arguments: str) -> dict:
+async def generate(address: str, *arguments: str) -> dict[str, Any]:
     process = await command("generate", "--address", address, "--json", "--temperature", "0", *arguments)
     out, err = await asyncio.wait_for(process.communicate(), 120)
     assert (process.returncode, err) == (0, b"")
-    return json.loads(out)
+    answer: dict[str, Any] = json.loads(out)
+    return answer
 
 
-async def test_up_serves_until_ctrl_c():
+async def test_up_serves_until_ctrl_c() -> None:
     up = await command("up", "--port", "20123", "--device", "cpu")
     assert up.stderr is not None
     log = b""
