@@ -228,7 +228,7 @@ async def _measure(options: argparse.Namespace, pair: PairDirectory, recorder: R
         recorder.write(
             "placement",
             verifier=cluster.devices.verifier,
-            drafter=cluster.devices.drafter,
+            drafter=cluster.devices.drafters[0],
             num_candidates=options.candidates,
         )
         vocab_size = pair.shape.target.vocab_size

@@ -229,7 +229,7 @@ async def _measure(options: argparse.Namespace, pair: PairDirectory, recorder: R
         recorder.write(
             "placement",
             verifier=cluster.devices.verifier,
-            drafter=cluster.devices.drafter,
+            drafter=cluster.devices.drafters[0],
             num_candidates=options.candidates,
         )
         benchmark = ServeBenchmark(
