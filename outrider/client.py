@@ -17,6 +17,7 @@ import grpc
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
 from outrider.completion import (
+    Adjustment,
     Chunk,
     Completion,
     CompletionBuilder,
@@ -41,6 +42,7 @@ from outrider.connection import Tls, authorization, channel_options
 from outrider.errors import (
     ClientError,
     DeadlineExceededError,
+    FieldViolation,
     InvalidRequestError,
     OverloadedError,
     UnauthenticatedError,
@@ -52,6 +54,7 @@ from outrider.retry import RetryPolicy
 from outrider.v1 import generation_pb2, generation_pb2_grpc
 
 __all__ = [
+    "Adjustment",
     "AsyncClient",
     "Chunk",
     "Client",
@@ -61,6 +64,7 @@ __all__ = [
     "Event",
     "Fallback",
     "FallbackReason",
+    "FieldViolation",
     "FinishReason",
     "Finished",
     "GenerateOptions",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -156,16 +156,15 @@ async def test_token_ids_come_back_on_demand(verifier: FakeVerifier, tokenizer: 
         assert answer["choices"][0]["token_ids"] == ids
         assert answer["prompt_token_ids"] == tokenizer._encode("ab", add_special_tokens=False)
 
-        fronts: list[tuple[str, dict[str, Any], Callable[[Any], Any]]] = [
-            ("/v1/completions", {**body, "prompt": "ab"}, lambda piece: piece["choices"][0]),
-            ("/v1/chat/completions", chat, lambda piece: piece),
-        ]
-        for path, request, place in fronts:
+        for path, request, expected in (
+            ("/v1/completions", {**body, "prompt": "ab"}, prompt[-2:]),
+            ("/v1/chat/completions", chat, answer["prompt_token_ids"]),
+        ):
             lines = (await http.post(path, json={**request, "stream": True})).text.split("\n\n")
             pieces = [json.loads(line.removeprefix("data: ")) for line in lines if line.startswith("data: {")]
             assert [token for piece in pieces for token in piece["choices"][0].get("token_ids", [])] == ids
-            shown = [place(piece)["prompt_token_ids"] for piece in pieces if "prompt_token_ids" in place(piece)]
-            assert shown == [prompt[-2:] if path == "/v1/completions" else answer["prompt_token_ids"]]
+            places = [piece["choices"][0] if path == "/v1/completions" else piece for piece in pieces]
+            assert [place["prompt_token_ids"] for place in places if "prompt_token_ids" in place] == [expected]
 
 
 async def test_where_a_conversation_ends(verifier: FakeVerifier, tokenizer: Tokenizer, tmp_path: Path) -> None:
