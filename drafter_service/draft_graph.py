@@ -1,8 +1,8 @@
 """A drafting round of fixed shape in one CUDA graph: catch up, then K tokens without a word from the host.
 
 Each token is sampled on the device and fed straight into the next forward pass; the host sees only the finished drafts.
-How a sequence is sampled and where its blocks are is in its slot on the device; the host brings the tokens that are
-missing.
+How a sequence is sampled and where its blocks are is in its slot on the device, and its penalties are in a table there;
+the host brings the tokens that are missing. Penalties count what is committed, not the round's own tokens.
 """
 
 from __future__ import annotations
@@ -18,10 +18,12 @@ import torch
 from engine.batch import Batch
 from engine.cuda_graph import GraphPool, batch_buckets
 from engine.model_runner import ModelRunner
+from engine.penalty_tables import NO_PLACE, DevicePenalties
 from engine.slots import DeviceSlots
 from engine.static_tensors import StaticTensors, TensorSpec
 from engine.step import DraftRow
 from kernels.draft_sample import DraftSample, draft_sample
+from kernels.penalty_tables import PenaltyTables, apply_penalty_tables
 from kernels.step_rows import LaidOutDrafts, LaidOutRows, lay_out_drafts, lay_out_rows
 
 # After full acceptance two tokens are missing from the cache: the last draft token, which was sampled but never
@@ -42,14 +44,22 @@ class DraftGraphs:
     """The graphs of all shapes that drafting meets: each bucket of the batch size, with and without filters."""
 
     def __init__(
-        self, runner: ModelRunner, slots: DeviceSlots, *, max_rows: int, max_draft_tokens: int, num_candidates: int
+        self,
+        runner: ModelRunner,
+        slots: DeviceSlots,
+        penalties: DevicePenalties,
+        *,
+        max_rows: int,
+        max_draft_tokens: int,
+        num_candidates: int,
     ) -> None:
         self._slots = slots
+        self._penalties = penalties
         self._buckets = batch_buckets(max_rows)
         self.max_rows = max_rows
         self.max_draft_tokens = max_draft_tokens
         self._graphs = {
-            shape: DraftGraph(runner, slots, shape, num_candidates=num_candidates)
+            shape: DraftGraph(runner, slots, penalties.tables, shape, num_candidates=num_candidates)
             for num_rows in reversed(self._buckets)
             for is_filtered in (False, True)
             for shape in (DraftShape(num_rows, max_draft_tokens, is_filtered),)
@@ -62,11 +72,7 @@ class DraftGraphs:
 
     def fits(self, row: DraftRow) -> bool:
         """Whether a graph can run the row."""
-        return (
-            0 < row.num_draft_tokens <= self.max_draft_tokens
-            and len(row.token_ids) <= MAX_CATCH_UP
-            and row.history is None
-        )
+        return 0 < row.num_draft_tokens <= self.max_draft_tokens and len(row.token_ids) <= MAX_CATCH_UP
 
     def prepare(self, rows: Sequence[DraftRow]) -> DraftGraph:
         """The graph for a round over at most `max_rows` that fit, with all that the host has to say about it.
@@ -74,8 +80,9 @@ class DraftGraphs:
         The round before must have been collected.
         """
         self._slots.bring_up_to_date((row.slot, row.sampling, row.blocks) for row in rows)
+        places = self._penalties.bring_up_to_date((row.slot, row.sampling, row.history) for row in rows)
         graph = self.graph_of(len(rows), is_filtered=any(row.sampling.has_filters for row in rows))
-        graph.fill(rows)
+        graph.fill(rows, places)
         return graph
 
     def graph_of(self, num_rows: int, *, is_filtered: bool) -> DraftGraph:
@@ -87,10 +94,19 @@ class DraftGraphs:
 class DraftGraph:
     """One captured shape. Belongs to the engine's thread."""
 
-    def __init__(self, runner: ModelRunner, slots: DeviceSlots, shape: DraftShape, *, num_candidates: int) -> None:
+    def __init__(
+        self,
+        runner: ModelRunner,
+        slots: DeviceSlots,
+        penalty_tables: PenaltyTables,
+        shape: DraftShape,
+        *,
+        num_candidates: int,
+    ) -> None:
         self.shape = shape
         self._runner = runner
         self._slots = slots
+        self._penalty_tables = penalty_tables
         self._num_candidates = num_candidates
         batch, num_tokens = shape.num_rows, shape.num_rows * MAX_CATCH_UP
         # By draft token, so that sampling writes its row directly; rows as wide as keeps each of them aligned.
@@ -105,6 +121,7 @@ class DraftGraph:
                 "more_tokens": TensorSpec((num_tokens - batch,), i32),
                 "capacities": TensorSpec((batch,), i32),
                 "max_candidates": TensorSpec((batch,), i32),
+                "penalty_places": TensorSpec((batch,), i32),
             },
             runner.device,
         )
@@ -123,7 +140,7 @@ class DraftGraph:
 
     def capture(self, pool: GraphPool) -> None:
         """Record the graph. The round runs on padding, which leaves the cache alone."""
-        self.fill([])
+        self.fill([], [])
         self._inputs.upload()
         self._graph = pool.capture(self._compute)
 
@@ -192,11 +209,12 @@ class DraftGraph:
 
     def _sample(
         self,
-        logits: torch.Tensor,  # [num_rows, vocab_size]
+        logits: torch.Tensor,  # [num_rows, vocab_size], changed where there are penalties
         index: int,
     ) -> torch.Tensor:  # [num_rows] int32
         rows, outputs, all_rows = self._rows, self._outputs.device, slice(self.shape.num_rows)
         is_filtered = self.shape.is_filtered
+        apply_penalty_tables(logits, self._inputs.device["penalty_places"], self._penalty_tables)
         sample = draft_sample(
             logits,
             rows.temperature,
@@ -216,8 +234,11 @@ class DraftGraph:
         )
         return sample.token_ids
 
-    def fill(self, rows: Sequence[DraftRow]) -> None:
-        """Write the host's side of the inputs; the slots are up to date, rows have at most MAX_CATCH_UP tokens."""
+    def fill(self, rows: Sequence[DraftRow], penalty_places: Sequence[int]) -> None:
+        """Write the host's side of the inputs; the slots are up to date, rows have at most MAX_CATCH_UP tokens.
+
+        `penalty_places` says where in the tables each row's penalties are, if anywhere.
+        """
         host, num_rows, block_size = self._inputs.host, len(rows), self._runner.block_size
         host["slots"][:num_rows] = [row.slot.index for row in rows]
         host["slots"][num_rows:] = self._slots.padding
@@ -234,3 +255,5 @@ class DraftGraph:
         host["capacities"][num_rows:] = 0
         host["max_candidates"][:num_rows] = [row.max_candidates for row in rows]
         host["max_candidates"][num_rows:] = 1
+        host["penalty_places"][:num_rows] = penalty_places
+        host["penalty_places"][num_rows:] = NO_PLACE

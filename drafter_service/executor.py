@@ -1,4 +1,4 @@
-"""Runs the draft model's rounds: in a graph where one holds them, prompts and penalised sequences step by step."""
+"""Runs the draft model's rounds: in a graph where one holds them, prompts step by step."""
 
 from __future__ import annotations
 
@@ -14,13 +14,17 @@ from drafter_service.passes import EagerPass, GraphPass
 from engine.batch import SequenceSlice
 from engine.cuda_graph import GraphPool
 from engine.model_runner import ModelRunner
+from engine.penalty_tables import DevicePenalties
 from engine.sampling_tensors import SamplingTensors, penalized
-from engine.slots import DeviceSlots
+from engine.slots import DeviceSlots, Slot
 from engine.step import Drafted, DraftRow, FailedPass, Pass, PassKind
 from kernels.draft_sample import DraftSample, draft_sample
 from kernels.penalties import Penalties, TokenHistory
 from kernels.shape_logits import apply_penalties
 from outrider.protocol.sampling_parameters import SamplingParameters
+
+# Sequences in a graph that may have penalties at once. At a vocabulary of 128,000, their tables take 64 MB.
+MAX_PENALIZED = 64
 
 
 class DraftExecutor:
@@ -37,8 +41,12 @@ class DraftExecutor:
         max_graph_rows: int,
         max_draft_tokens: int,
         num_candidates: int,
+        max_penalized: int = MAX_PENALIZED,
     ) -> None:
-        """Room for so many sequences; graphs take `max_graph_rows` of them at once, `max_draft_tokens` (K) each."""
+        """Room for so many sequences; graphs take `max_graph_rows` of them at once, `max_draft_tokens` (K) each.
+
+        Where more than `max_penalized` have penalties or a bias, graphs draft for the others as if they had none.
+        """
         self._runner = runner
         self._device = runner.device
         self._max_graph_rows = max_graph_rows
@@ -46,13 +54,19 @@ class DraftExecutor:
         self.num_candidates = num_candidates
         max_blocks = -(-runner.max_length // runner.block_size)
         self._slots = DeviceSlots(num_slots, max_blocks=max_blocks, vocab_size=runner.vocab_size, device=runner.device)
+        self._max_penalized = min(max_penalized, num_slots)
         self.graphs: DraftGraphs | None = None
+        # Made with the graphs, which need it to stay where it is.
+        self._penalties: DevicePenalties | None = None
 
     def use_graphs(self, pool: GraphPool | None) -> None:
         """From now on, rounds run in graphs; without a pool they are not recorded, and run as they are."""
+        vocab_size = self._runner.vocab_size
+        self._penalties = DevicePenalties(self._max_penalized, vocab_size=vocab_size, device=self._device)
         self.graphs = DraftGraphs(
             self._runner,
             self._slots,
+            self._penalties,
             max_rows=self._max_graph_rows,
             max_draft_tokens=self._max_draft_tokens,
             num_candidates=self.num_candidates,
@@ -63,6 +77,11 @@ class DraftExecutor:
     def can_overlap(self, row: DraftRow) -> bool:
         """Never: what comes next follows from what the target makes of the drafts."""
         return False
+
+    def give_back(self, slot: Slot) -> None:
+        """Let others have what the slot's sequence had beside its slot; the slot itself is given back as well."""
+        if self._penalties is not None:
+            self._penalties.give_back(slot)
 
     def fits(self, row: DraftRow) -> bool:
         """Whether a graph holds the row."""
@@ -197,7 +216,8 @@ class _Growing:
         self.sampling = sampling
         self.position = position  # of the next token
         self.max_candidates = max_candidates
-        self.history = history
+        # A copy, as it counts the draft tokens too, most of which never become part of the sequence.
+        self.history = None if history is None else history.copy()
         self.token_ids: list[int] = []
         self._candidate_ids: list[npt.NDArray[np.int32]] = []
         self._candidate_weights: list[npt.NDArray[np.uint16]] = []

@@ -21,6 +21,7 @@ from engine.sampling_tensors import new_history
 from engine.slots import Slot, SlotPool
 from engine.step import Drafted, DraftRow
 from kernels.limits import MAX_DRAFT_TOKENS
+from kernels.penalties import TokenHistory
 from outrider.protocol.fingerprint import TokenizerDigest
 from outrider.protocol.handshake import DraftLimits
 from outrider.service.logs import about
@@ -35,6 +36,7 @@ class _Held:
 
     slot: Slot
     last_round: int = 0  # in which it was last drafted for
+    history: TokenHistory | None = None  # token counts for penalties, from when it is first drafted for
 
 
 @dataclass(eq=False, slots=True)
@@ -123,6 +125,7 @@ class ModelDrafter:
         """Free what the sequence has of the model's memory."""
         self._blocks.free(sequence.block_ids)
         if (held := self._holding.pop(sequence, None)) is not None:
+            self._executor.give_back(held.slot)
             self._slots.give_back(held.slot)
         sequence.num_computed = 0
 
@@ -167,7 +170,7 @@ class ModelDrafter:
             # Counted anew: one that came before may have evicted this one.
             length, missing = sequence.length, sequence.num_missing
             # A prompt leaves its last token to a graph, which drafts behind it.
-            is_left = graphs is not None and missing > MAX_CATCH_UP and not sequence.sampling.has_penalties
+            is_left = graphs is not None and missing > MAX_CATCH_UP
             if missing - is_left > budget or is_left:
                 num_new, num_draft_tokens = min(missing - is_left, budget), 0
                 needed = sequence.num_computed + num_new
@@ -181,7 +184,7 @@ class ModelDrafter:
             if (held := self._holding.get(sequence)) is None:
                 held = self._holding[sequence] = _Held(self._slots.take())
             held.last_round = self._round
-            row = _row(sequence, held.slot, num_new, num_draft_tokens)
+            row = _row(sequence, held, num_new, num_draft_tokens)
             planned.append(_Planned(sequence, num_new, num_draft_tokens, row))
             budget -= num_new
         return planned
@@ -202,22 +205,27 @@ class ModelDrafter:
         return True
 
 
-def _row(sequence: DraftSequence, slot: Slot, num_new: int, num_draft_tokens: int) -> DraftRow:
+def _row(sequence: DraftSequence, held: _Held, num_new: int, num_draft_tokens: int) -> DraftRow:
     start = sequence.num_computed
-    history = None
-    if num_draft_tokens and sequence.sampling.has_penalties:
-        # Made anew for each draft: it counts the draft tokens too, most of which never become part of the sequence.
-        history = new_history(sequence.sampling, sequence.token_ids, sequence.num_prompt_tokens)
     return DraftRow(
-        slot,
+        held.slot,
         sequence.sampling,
         sequence.block_ids,
         start=start,
         token_ids=sequence.token_ids[start : start + num_new],
         num_draft_tokens=num_draft_tokens,
         max_candidates=sequence.max_candidates,
-        history=history,
+        history=_history(sequence, held) if num_draft_tokens else None,
     )
+
+
+def _history(sequence: DraftSequence, held: _Held) -> TokenHistory | None:
+    """Token counts of all that is committed; None for a sequence without penalties."""
+    if held.history is None:
+        held.history = new_history(sequence.sampling, sequence.token_ids, sequence.num_prompt_tokens)
+    else:
+        held.history.append(sequence.token_ids[sequence.num_prompt_tokens + held.history.num_outputs :])
+    return held.history
 
 
 def _answer(sequence: DraftSequence, drafted: Drafted) -> Draft:

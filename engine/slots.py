@@ -10,6 +10,7 @@ import numpy.typing as npt
 import torch
 
 from engine.block_manager import BlockTable
+from engine.upload import upload
 from kernels.step_rows import SlotState
 from outrider.protocol.sampling_parameters import SamplingParameters
 
@@ -89,14 +90,15 @@ class DeviceSlots:
                 slot.is_written = True
                 new.append((slot, sampling))
         if places:
-            where, what = self._upload(np.concatenate(places), np.concatenate(blocks))
+            where, what = upload(self._device, np.concatenate(places), np.concatenate(blocks))
             self._tables.index_copy_(0, where, what)
         if new:
             self._write_sampling(new)
 
     def _write_sampling(self, new: list[tuple[Slot, SamplingParameters]]) -> None:
         state, parameters = self.state, [sampling for _, sampling in new]
-        where, temperature, seeds, top_k, top_p, min_p = self._upload(
+        where, temperature, seeds, top_k, top_p, min_p = upload(
+            self._device,
             np.array([slot.index for slot, _ in new]),
             np.array([p.temperature for p in parameters], np.float32),
             np.array([p.seed for p in parameters], np.uint64).view(np.int64),
@@ -110,17 +112,3 @@ class DeviceSlots:
         state.top_k.index_copy_(0, where, top_k)
         state.top_p.index_copy_(0, where, top_p)
         state.min_p.index_copy_(0, where, min_p)
-
-    def _upload(self, *arrays: npt.NDArray[np.generic]) -> list[torch.Tensor]:
-        """The arrays on the device, in one copy that nobody waits for."""
-        num_bytes = [-(-array.nbytes // 16) * 16 for array in arrays]
-        # Pinned, or the copy would wait for the device; torch keeps the memory until the copy has happened.
-        buffer = torch.empty(sum(num_bytes), dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-        host, start = buffer.numpy(), 0
-        views = []
-        for array, size in zip(arrays, num_bytes, strict=True):
-            host[start : start + array.nbytes] = array.view(np.uint8)
-            views.append((start, start + array.nbytes, torch.from_numpy(array[:0]).dtype))
-            start += size
-        device = buffer.to(self._device, non_blocking=True)
-        return [device[first:last].view(dtype) for first, last, dtype in views]

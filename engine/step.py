@@ -88,7 +88,7 @@ class DraftRow:
     token_ids: Sequence[int]
     num_draft_tokens: int  # 0: keys and values alone, for an inner chunk of a prompt
     max_candidates: int  # at least 1: how many of a token's candidates may have weight, if there are more
-    # Token counts for penalties, the round's own to go on counting in; None where there are none.
+    # Token counts for penalties, up to date when the row is submitted; None where there are none.
     history: TokenHistory | None = None
 
 

@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 IntArray = npt.NDArray[np.integer]
+
+
+class Entries(NamedTuple):
+    """What penalties count of some tokens of one sequence, each token once."""
+
+    token_ids: IntArray  # [e]
+    in_prompt: npt.NDArray[np.bool_]  # [e]
+    output_counts: IntArray  # [e]
+    biases: npt.NDArray[np.float32]  # [e]
 
 
 class TokenHistory:
@@ -30,7 +41,8 @@ class TokenHistory:
         self._in_prompt: list[bool] = []
         self._output_counts: list[int] = []
         self._biases: list[float] = []
-        self._num_missing = min_output
+        self._outputs: list[int] = []
+        self._min_output = min_output
         for token_id in dict.fromkeys(prompt_token_ids):
             self._in_prompt[self._slot(int(token_id))] = True
         for token_id, bias in (logit_bias or {}).items():
@@ -38,11 +50,28 @@ class TokenHistory:
         self._banned_slots = [self._slot(token_id) for token_id in banned_token_ids]
         self.append(output_token_ids)
 
+    @property
+    def num_outputs(self) -> int:
+        """Output tokens counted so far."""
+        return len(self._outputs)
+
     def append(self, token_ids: Iterable[int]) -> None:
         """Count committed output tokens."""
         for token_id in token_ids:
-            self._output_counts[self._slot(int(token_id))] += 1
-            self._num_missing -= 1
+            slot = self._slot(int(token_id))
+            self._output_counts[slot] += 1
+            self._outputs.append(slot)
+
+    def copy(self) -> TokenHistory:
+        """A history that goes on by itself."""
+        other = copy(self)
+        other._slots = self._slots.copy()
+        other._token_ids = self._token_ids.copy()
+        other._in_prompt = self._in_prompt.copy()
+        other._output_counts = self._output_counts.copy()
+        other._biases = self._biases.copy()
+        other._outputs = self._outputs.copy()
+        return other
 
     def _slot(self, token_id: int) -> int:
         slot = self._slots.setdefault(token_id, len(self._token_ids))
@@ -53,23 +82,34 @@ class TokenHistory:
             self._biases.append(0.0)
         return slot
 
-    def entries(
-        self, draft_token_ids: Iterable[int]
-    ) -> tuple[IntArray, npt.NDArray[np.bool_], IntArray, npt.NDArray[np.float32]]:
-        """Token ids, whether each is in the prompt, its count in the output, its bias; drafted tokens included.
+    def entries(self, draft_token_ids: Iterable[int] = ()) -> Entries:
+        """All entries; drafted tokens included, which count for nothing yet.
 
         What is banned is so for all rows of a step: its draft tokens must not reach the minimum of the output.
         """
         added = [token_id for token_id in dict.fromkeys(map(int, draft_token_ids)) if token_id not in self._slots]
         absent = [False] * len(added)
         biases = np.array(self._biases + absent, dtype=np.float32)
-        if self._num_missing > 0:
+        if self.num_outputs < self._min_output:
             biases[self._banned_slots] = -np.inf
-        return (
+        return Entries(
             np.array(self._token_ids + added, dtype=np.int32),
             np.array(self._in_prompt + absent, dtype=np.bool_),
             np.array(self._output_counts + absent, dtype=np.int32),
             biases,
+        )
+
+    def entries_since(self, num_outputs: int) -> Entries:
+        """Entries of which some, and no others, have changed since so many output tokens had been counted."""
+        slots = set(self._outputs[num_outputs:])
+        banned = set(self._banned_slots) if self.num_outputs < self._min_output else set()
+        if num_outputs < self._min_output <= self.num_outputs:
+            slots.update(self._banned_slots)
+        return Entries(
+            np.array([self._token_ids[slot] for slot in slots], dtype=np.int32),
+            np.array([self._in_prompt[slot] for slot in slots], dtype=np.bool_),
+            np.array([self._output_counts[slot] for slot in slots], dtype=np.int32),
+            np.array([-np.inf if slot in banned else self._biases[slot] for slot in slots], dtype=np.float32),
         )
 
 
@@ -137,7 +177,7 @@ class Penalties:
             sequence.history.entries(draft_token_ids[cu[sequence.index] : cu[sequence.index + 1]])
             for sequence in sequences
         ]
-        num_entries = [len(token_ids) for token_ids, *_ in entries]
+        num_entries = [len(entry.token_ids) for entry in entries]
 
         def put(array: npt.ArrayLike, dtype: npt.DTypeLike) -> torch.Tensor:
             return torch.from_numpy(np.ascontiguousarray(array, dtype=dtype)).to(device, non_blocking=True)
@@ -149,10 +189,10 @@ class Penalties:
             row_steps=put(row_steps, np.int32),
             draft_starts=put(starts, np.int32),
             cu_entries=put(np.cumsum([0, *num_entries]), np.int32),
-            token_ids=put(np.concatenate([entry[0] for entry in entries]), np.int32),
-            in_prompt=put(np.concatenate([entry[1] for entry in entries]), np.bool_),
-            output_counts=put(np.concatenate([entry[2] for entry in entries]), np.int32),
-            biases=put(np.concatenate([entry[3] for entry in entries]), np.float32),
+            token_ids=put(np.concatenate([entry.token_ids for entry in entries]), np.int32),
+            in_prompt=put(np.concatenate([entry.in_prompt for entry in entries]), np.bool_),
+            output_counts=put(np.concatenate([entry.output_counts for entry in entries]), np.int32),
+            biases=put(np.concatenate([entry.biases for entry in entries]), np.float32),
             repetition_penalties=put([sequence.repetition_penalty for sequence in sequences], np.float32),
             presence_penalties=put([sequence.presence_penalty for sequence in sequences], np.float32),
             frequency_penalties=put([sequence.frequency_penalty for sequence in sequences], np.float32),

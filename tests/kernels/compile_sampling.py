@@ -22,6 +22,7 @@ from triton.runtime.jit import JITFunction
 
 from kernels.dispatch import interpreted_kernels
 from kernels.draft_sample import draft_sample
+from kernels.penalty_tables import PenaltyTables, apply_penalty_tables
 from kernels.random import Purpose, random_words
 from tests.kernels.sampling_cases import Case, make_case
 
@@ -100,6 +101,10 @@ def main() -> None:
                 # As the services draft.
                 max_candidates=torch.ones_like(case.seeds, dtype=torch.int32),
             )
+        for case in prepared:
+            logits = case.target_logits
+            tables = PenaltyTables.empty(2, logits.shape[1], logits.device)
+            apply_penalty_tables(logits, torch.zeros(len(logits), dtype=torch.int32), tables)
         random_words(case.seeds, case.positions, Purpose.BONUS)
     names = Counter(key.split()[0] for key in compiled)
     print(

@@ -16,6 +16,7 @@ def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
         "_emit_kernel",
         "_kept_weights_kernel",
         "_penalties_kernel",
+        "_penalty_tables_kernel",
         "_random_words_kernel",
         "_thresholds_kernel",
     }

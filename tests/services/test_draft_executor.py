@@ -45,13 +45,18 @@ def make_runner(model: Path, *, num_blocks: int = 128) -> ModelRunner:
 
 
 def loaded_drafter(
-    model: Path, *, num_blocks: int = 128, graph_rows: int = 0, max_draft_tokens: int = 4
+    model: Path, *, num_blocks: int = 128, graph_rows: int = 0, max_draft_tokens: int = 4, max_penalized: int = 64
 ) -> ModelDrafter:
     """A drafter of 16 candidates, with graphs for so many rows, or none."""
 
     def make_executor(runner: ModelRunner) -> DraftExecutor:
         return DraftExecutor(
-            runner, num_slots=32, max_graph_rows=graph_rows, max_draft_tokens=max_draft_tokens, num_candidates=16
+            runner,
+            num_slots=32,
+            max_graph_rows=graph_rows,
+            max_draft_tokens=max_draft_tokens,
+            num_candidates=16,
+            max_penalized=max_penalized,
         )
 
     drafter = ModelDrafter(

@@ -35,7 +35,7 @@ def test_no_request_waits_for_a_compiler(tmp_path: Path) -> None:
 
 def test_kernels_that_are_compiled_late_are_found(tmp_path: Path) -> None:
     found = report_of("tests.services.late_kernels", "--cold", cache=tmp_path)
-    assert {"_penalties_kernel", "_split_attention_kernel", "_merge_splits_kernel"} <= set(found["drafter"])
+    assert "_split_attention_kernel" in found["drafter"]
     assert {"_penalties_kernel", "_emit_kernel"} <= set(found["verifier"])
 
 
