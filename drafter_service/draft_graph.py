@@ -79,7 +79,7 @@ class DraftGraphs:
 
         The round before must have been collected.
         """
-        self._slots.bring_up_to_date((row.slot, row.sampling, row.blocks) for row in rows)
+        self._slots.bring_up_to_date(rows)
         places = self._penalties.bring_up_to_date((row.slot, row.sampling, row.history) for row in rows)
         graph = self.graph_of(len(rows), is_filtered=any(row.sampling.has_filters for row in rows))
         graph.fill(rows, places)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from engine.block_manager import BlockTable
@@ -23,6 +23,14 @@ class Slot:
     # What the device has: whether its sampling row was written, and up to which version its blocks.
     is_written: bool = False
     version: int = 0
+
+
+class OfSlot(Protocol):
+    """What a row of a step says of its slot."""
+
+    slot: Slot
+    sampling: SamplingParameters
+    blocks: BlockTable
 
 
 class SlotPool:
@@ -74,23 +82,25 @@ class DeviceSlots:
         self._tables = self.state.block_tables.view(-1)
         self.max_blocks = max_blocks
 
-    def bring_up_to_date(self, rows: Iterable[tuple[Slot, SamplingParameters, BlockTable]]) -> None:
+    def bring_up_to_date(self, rows: Iterable[OfSlot]) -> None:
         """Write what the device does not know yet of these sequences, behind the steps that were launched before."""
-        places: list[npt.NDArray[np.int64]] = []
-        blocks: list[npt.NDArray[np.int32]] = []
+        # Lists: mostly a few sequences have one block more each, for which arrays of their own would take longer.
+        places: list[int] = []
+        blocks: list[int] = []
         new: list[tuple[Slot, SamplingParameters]] = []
-        for slot, sampling, table in rows:
+        for row in rows:
+            slot, table = row.slot, row.blocks
             if slot.version != table.version:
                 first = table.changed_since(slot.version)
                 start = slot.index * self.max_blocks
-                places.append(np.arange(start + first, start + len(table)))
-                blocks.append(table.array[first:])
+                places += range(start + first, start + len(table))
+                blocks += table[first:]
                 slot.version = table.version
             if not slot.is_written:
                 slot.is_written = True
-                new.append((slot, sampling))
+                new.append((slot, row.sampling))
         if places:
-            where, what = upload(self._device, np.concatenate(places), np.concatenate(blocks))
+            where, what = upload(self._device, np.array(places, np.int64), np.array(blocks, np.int32))
             self._tables.index_copy_(0, where, what)
         if new:
             self._write_sampling(new)

@@ -20,7 +20,7 @@ from engine.draft_tokens import DraftRows, copy_rows
 from engine.model_runner import ModelRunner
 from engine.slots import DeviceSlots
 from engine.static_tensors import StaticTensors, TensorSpec
-from engine.step import Row, Wanted
+from engine.step import TOKENS, Row
 from kernels.rejection_sample import rejection_sample
 from kernels.step_rows import LaidOutRows, advance_slots, keep_rows, lay_out_rows
 
@@ -74,11 +74,12 @@ class DecodeGraphs:
 
     def fits(self, row: Row) -> bool:
         """Whether a graph can decode the row."""
+        drafts = row.drafts
         return (
-            row.wanted is Wanted.TOKENS
-            and (row.is_chained or len(row.token_ids) == 1)
-            and len(row.drafts.token_ids) <= self.max_draft_tokens
-            and row.drafts.rows.num_candidates <= self.num_candidates
+            row.wanted is TOKENS
+            and len(row.token_ids) <= 1  # none where the row is chained
+            and len(drafts.token_ids) <= self.max_draft_tokens
+            and drafts.rows.num_candidates <= self.num_candidates
         )
 
     def prepare(self, rows: Sequence[Row]) -> DecodeGraph:
@@ -90,7 +91,7 @@ class DecodeGraphs:
         is_filtered = any(row.sampling.has_filters for row in rows)
         num_rows = next(bucket for bucket in self._buckets if bucket >= len(rows))
         graph = self._graphs[GraphShape(num_rows, query_len, is_filtered)]
-        self._slots.bring_up_to_date((row.slot, row.sampling, row.blocks) for row in rows)
+        self._slots.bring_up_to_date(rows)
         graph.fill(rows)
         return graph
 

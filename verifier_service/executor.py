@@ -126,10 +126,10 @@ class TargetExecutor:
         assert self._graphs is not None
         graph = self._graphs.prepare(rows)
         graph.launch()
-        places = list(accumulate((1 + len(row.drafts.token_ids) for row in rows), initial=0))
         is_kept = [row.history is not None or row.num_logprobs is not None for row in rows]
         logprobs = None
         if any(is_kept):
+            places = list(accumulate((1 + len(row.drafts.token_ids) for row in rows), initial=0))
             kept = [place for place, is_wanted in enumerate(is_kept) if is_wanted]
             where = [range(places[place], places[place + 1]) for place in kept]
             logits = self._graphs.kept_logits.index_select(0, self._put(np.concatenate(where)))

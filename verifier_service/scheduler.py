@@ -116,9 +116,13 @@ class Scheduler:
                 continue
             if (part := candidates.chained.get(sequence)) is None:
                 part = self._fit(sequence, budget, num_drafts or _num_drafts(sequence))
-            if part is None or part.num_tokens > budget:
+            if part is None or (num_tokens := part.num_tokens) > budget:
                 continue
-            if not self.blocks.grow(sequence.block_ids, reach := _reach(part)):
+            # What the cache must have room for: a step in flight may commit all of its drafts.
+            reach = (
+                sequence.length + sequence.num_unknown if part.row.is_chained else sequence.num_computed + num_tokens
+            )
+            if not self.blocks.grow(sequence.block_ids, reach):
                 victims = self._make_room(sequence, reach)
                 if victims is None:
                     break
@@ -128,7 +132,7 @@ class Scheduler:
                 if sequence in victims:
                     continue
             scheduled[sequence] = part
-            budget -= part.num_tokens
+            budget -= num_tokens
         return budget
 
     def _candidates(self) -> _Candidates:
@@ -301,10 +305,3 @@ def _part(sequence: TargetSequence, num_new: int, num_drafts: int, is_sampled: b
     else:
         row.wanted = Wanted.NOTHING
     return Scheduled(sequence, row, num_new, num_drafts, is_sampled)
-
-
-def _reach(part: Scheduled) -> int:
-    """Positions of the sequence that the cache must have room for: what is in flight may commit all of its drafts."""
-    if part.row.is_chained:
-        return part.sequence.length + part.sequence.num_unknown
-    return part.sequence.num_computed + part.num_tokens

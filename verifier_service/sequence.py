@@ -108,7 +108,8 @@ class TargetSequence:
         for a last token or where there is no match, does: alone it would take a step as long as that of all others.
         """
         speculation = self.speculation
-        if speculation.state is JOINING or speculation.state is LATE or self.num_missing > 1:
+        state = speculation.state
+        if state is JOINING or state is LATE or len(self.token_ids) - self.num_computed > 1:
             return None
         return speculation.drafter
 
