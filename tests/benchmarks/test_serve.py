@@ -17,6 +17,7 @@ from benchmarks.parity import check_parity
 from benchmarks.records import EXIT_REFUSED, RefusalError, of_kind, read_records
 from benchmarks.serve_plot import save_plot
 from outrider.client import ClientError, TokenOrigin
+from outrider.devices import Devices
 
 _ORIGINS = [TokenOrigin.PLAIN, TokenOrigin.ACCEPTED, TokenOrigin.RECOVERED, TokenOrigin.BONUS]
 
@@ -96,7 +97,7 @@ def test_a_wrong_service_gets_no_results(
 
     @asynccontextmanager
     async def no_cluster(*_: object, **__: object) -> AsyncIterator[Any]:
-        yield SimpleNamespace(address="127.0.0.1:1", devices=SimpleNamespace(verifier="cpu", drafter="cpu"))
+        yield SimpleNamespace(address="127.0.0.1:1", devices=Devices("cpu", ("cpu",)))
 
     async def wave(_client: object, workload: Workload, prompts: Sequence[object], **_: object) -> Wave:
         tokens = [1, 2, 9, 4] if workload.is_speculative else [1, 2, 3, 4]
@@ -123,7 +124,7 @@ def test_services_that_fail_get_no_results_and_show_their_logs(
 
     @asynccontextmanager
     async def failing_cluster(*_: object, **__: object) -> AsyncIterator[Any]:
-        devices = SimpleNamespace(verifier="cpu", drafter="cpu")
+        devices = Devices("cpu", ("cpu",))
         yield SimpleNamespace(
             address="127.0.0.1:1", devices=devices, gateway=process, verifier=process, drafter=process
         )
