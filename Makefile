@@ -16,8 +16,10 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # would double the time of the set-up.
 unexport PYTHONDONTWRITEBYTECODE
 
-# A file of tests is one worker's, with all that its fixtures start; the long ones, which come first, begin first.
-PARALLEL ?= -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+# A file of tests is one worker's, with all that its fixtures start; the long ones, which come first, begin first. One
+# worker more than there are cores, as much of a test is waiting for services to start.
+CORES := $(shell getconf _NPROCESSORS_ONLN || echo 1)
+PARALLEL ?= -n $(shell expr $(CORES) + 1) --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test parallel-tests gpu-test lint format types protos policy stubs clean
