@@ -100,15 +100,23 @@ class Pool:
 
 @contextmanager
 def results_of_zeros() -> Iterator[None]:
-    """Memory comes zeroed, as no kernel writes it: what happened to be there would be no token ids."""
+    """Memory comes zeroed, as no kernel writes it: what happened to be there would be no token ids.
+
+    Products are not computed either: in these sizes and types they take a CPU most of a minute.
+    """
 
     def zeroed(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         return lambda *arguments, **options: function(*arguments, **options).zero_()
+
+    def product(inputs: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return inputs.new_zeros(*inputs.shape[:-1], len(weight))
 
     with (
         mock.patch.object(torch, "empty", zeroed(torch.empty)),
         mock.patch.object(torch, "empty_like", zeroed(torch.empty_like)),
         mock.patch.object(torch.Tensor, "new_empty", zeroed(torch.Tensor.new_empty)),
+        mock.patch.object(torch.nn.functional, "linear", product),
+        mock.patch.object(torch.Tensor, "addmm_", lambda self, *_: self),
     ):
         yield
 
