@@ -23,6 +23,8 @@ class Slot:
     # What the device has: whether its sampling row was written, and up to which version its blocks.
     is_written: bool = False
     version: int = 0
+    # A step with it did not get to the device, whose length of the sequence may be that of the slot's last one.
+    is_lost: bool = False
 
 
 class OfSlot(Protocol):

@@ -72,9 +72,10 @@ class TargetExecutor:
     def can_overlap(self, row: Row) -> bool:
         """Whether the row may be submitted while a step with its slot is not collected.
 
-        A row that begins with a token that the host does not know needs a graph, and penalties need that token.
+        A row that begins with a token that the host does not know needs a graph, and penalties need that token. Nothing
+        follows a step that failed before the device had it: where that would write, only the slot's last sequence knew.
         """
-        return self._graphs is not None and (row.history is None or not row.is_chained)
+        return self._graphs is not None and not row.slot.is_lost and (row.history is None or not row.is_chained)
 
     def submit(self, rows: Sequence[Row]) -> list[Pass[Sampled]]:
         """Begin a step; what goes wrong with one of its passes is told by this pass."""
@@ -91,6 +92,8 @@ class TargetExecutor:
                     passes.append(run(indexes, [rows[index] for index in indexes]))
                 except Exception as error:
                     passes.append(FailedPass(indexes, kind, error))
+                    for index in indexes:
+                        rows[index].slot.is_lost = True
         return passes
 
     def warm_up(self) -> None:
