@@ -56,7 +56,7 @@ class DraftExecutor:
         self._slots = DeviceSlots(num_slots, max_blocks=max_blocks, vocab_size=runner.vocab_size, device=runner.device)
         self._max_penalized = min(max_penalized, num_slots)
         self.graphs: DraftGraphs | None = None
-        # Made with the graphs, which need it to stay where it is.
+        # Made with the graphs, which need the tables to stay where they are.
         self._penalties: DevicePenalties | None = None
 
     def use_graphs(self, pool: GraphPool | None) -> None:

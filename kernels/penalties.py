@@ -100,7 +100,7 @@ class TokenHistory:
         )
 
     def entries_since(self, num_outputs: int) -> Entries:
-        """Entries of which some, and no others, have changed since so many output tokens had been counted."""
+        """The entries that have changed since so many output tokens had been counted."""
         slots = set(self._outputs[num_outputs:])
         banned = set(self._banned_slots) if self.num_outputs < self._min_output else set()
         if num_outputs < self._min_output <= self.num_outputs:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections import Counter
 
@@ -29,7 +30,15 @@ class Sequence:
         )
         self.prompt = [chance.randrange(VOCABULARY) for _ in range(chance.randint(1, 9))]
         self.output = [chance.randrange(VOCABULARY) for _ in range(chance.randint(0, 3))]
-        self.history = TokenHistory(self.prompt, self.output, self.sampling.logit_bias)
+        # Below a minimum of tokens, some are banned.
+        self.banned, self.min_output = [chance.randrange(VOCABULARY) for _ in range(2)], chance.choice([0, 8])
+        self.history = TokenHistory(
+            self.prompt,
+            self.output,
+            self.sampling.logit_bias,
+            banned_token_ids=self.banned,
+            min_output=self.min_output,
+        )
 
     def commit(self, token_ids: list[int]) -> None:
         self.output += token_ids
@@ -42,11 +51,12 @@ class Sequence:
     def check(self, penalties: DevicePenalties, place: int) -> None:
         """Hold the place against the definition, token by token."""
         counts, sampling = Counter(self.output), self.sampling
+        banned = self.banned if len(self.output) < self.min_output else []
         factors = [
             sampling.repetition_penalty if token in self.prompt or counts[token] else 1.0 for token in range(VOCABULARY)
         ]
         additions = [
-            sampling.logit_bias.get(token, 0.0)
+            (-math.inf if token in banned else sampling.logit_bias.get(token, 0.0))
             - sampling.presence_penalty * bool(counts[token])
             - sampling.frequency_penalty * counts[token]
             for token in range(VOCABULARY)
