@@ -327,8 +327,8 @@ class _InThread(SpanExporter):
 @pytest.mark.parametrize(
     ("flags", "problem"),
     [
-        (["--dashboard"], "dashboard needs http_listen"),
-        (["--dashboard-otlp-listen", "0.0.0.0:4317"], "dashboard_otlp_listen must be an address of this machine"),
+        (["--dashboard"], "--dashboard needs --http-listen"),
+        (["--dashboard-otlp-listen", "0.0.0.0:4317"], "--dashboard-otlp-listen must be an address of this machine"),
     ],
 )
 def test_settings_that_contradict_themselves(flags: list[str], problem: str) -> None:

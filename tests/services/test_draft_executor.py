@@ -112,21 +112,20 @@ def draft_sequences() -> list[DraftSequence]:
 def test_a_graphed_round_drafts_what_an_eager_one_does(model: Path) -> None:
     """Catches a token fed back at the wrong place, and a cache that is wrong after one or two tokens of catching up."""
 
-    def three_rounds(drafter: ModelDrafter) -> list[tuple[list[int], list[list[int]], list[list[int]]]]:
+    def three_rounds(drafter: ModelDrafter) -> list[tuple[list[int], list[dict[int, int]]]]:
+        """Of each draft the tokens, and for each of them the weights of its candidates."""
         sequences = draft_sequences()
-        found: list[tuple[list[int], list[list[int]], list[list[int]]]] = []
+        found: list[tuple[list[int], list[dict[int, int]]]] = []
         for round_number in range(3):
             for draft in all_drafts(drafter, sequences):
                 tokens = list(draft.token_ids)
                 if draft.candidate_ids is None or draft.candidate_weights is None:
-                    found.append((tokens, [], []))
+                    found.append((tokens, []))
                 else:
                     assert draft.candidate_ids.shape[1] == min(16, draft.sequence.max_candidates)
+                    rows = zip(draft.candidate_ids.tolist(), draft.candidate_weights.tolist(), strict=True)
                     # Candidates without weight are padding, and may be any.
-                    has_weight = draft.candidate_weights > 0
-                    found.append(
-                        (tokens, (draft.candidate_ids * has_weight).tolist(), draft.candidate_weights.tolist())
-                    )
+                    found.append((tokens, [{i: w for i, w in zip(*row, strict=True) if w} for row in rows]))
                 # All accepted and a bonus token in one round, a rejection at the first token in the next.
                 sequence = draft.sequence
                 sequence.proposing.propose(tokens)
@@ -138,7 +137,12 @@ def test_a_graphed_round_drafts_what_an_eager_one_does(model: Path) -> None:
 
     eager = three_rounds(loaded_drafter(model))
     for graph_rows in (5, 8, 2):
-        assert three_rounds(loaded_drafter(model, graph_rows=graph_rows)) == eager
+        graphed = three_rounds(loaded_drafter(model, graph_rows=graph_rows))
+        assert [tokens for tokens, _ in graphed] == [tokens for tokens, _ in eager]
+        for (_, here), (_, there) in zip(graphed, eager, strict=True):
+            for one, other in zip(here, there, strict=True):
+                # On a GPU, a product of another shape rounds otherwise.
+                assert all(abs(one.get(i, 0) - other.get(i, 0)) <= 4 for i in one.keys() | other.keys())
 
 
 def test_verifiers_may_ask_for_what_graphs_make(model: Path) -> None:
