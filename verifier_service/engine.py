@@ -143,9 +143,11 @@ class VerifierEngine:
             has_begun = True
         # While the device works on the new step, the gateways are told of the one before.
         self._tell(emit)
-        if self._steps and (self._steps.is_next_done or not self._is_worth_polling):
+        # What has come back is to be told, and makes room for others: also where it failed.
+        has_ended = bool(self._steps) and (self._steps.is_next_done or not self._is_worth_polling)
+        if has_ended:
             self._finish(self._steps.collect(), emit)
-        return 0.0 if self._steps or self._reporter or has_begun else self._time_until_something()
+        return 0.0 if self._steps or has_begun or has_ended else self._time_until_something()
 
     def _begin_step(self, emit: Emit) -> bool:
         """Begin the next step; False when there is nothing to do."""

@@ -83,7 +83,7 @@ async def test_pieces_of_an_answer_do_not_wait_for_each_other(verifier: FakeVeri
 async def test_a_taken_port_is_named(verifier: FakeVerifier) -> None:
     settings = GatewaySettings(verifiers=(verifier.address,), listen=LISTEN, http_listen=verifier.address)
     server = make_server(settings, None, Telemetry())
-    with pytest.raises(OSError, match="--http-listen"):
+    with pytest.raises(OSError, match="http_listen"):
         await asyncio.wait_for(server.start(), 10)
     await server.abandon()
 
