@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from engine.batch import SequenceSlice
 from engine.block_manager import BlockManager, BlockTable
 from engine.draft_tokens import NO_DRAFT_TOKENS, DraftRows, DraftTokens
 from engine.model_runner import ModelRunner
@@ -258,6 +259,28 @@ def test_steps_are_chained_whatever_came_before(model: Path) -> None:
         tokens.append([sequence.token_ids[start:] for sequence, start in zip(sequences, starts, strict=True)])
     assert tokens[0] == tokens[1]
     assert all(len(found) >= 16 for found in tokens[0])
+
+
+def test_nothing_follows_a_step_that_did_not_get_to_the_device(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Catches a chained row at the length of the slot's last sequence, which writes to blocks that are others' now."""
+    rig = Rig(model, has_graphs=True)
+    new = Decoding(SAMPLING[0], list(range(9)), rig.pool.take(), 9)
+    other = rig.sequence(SAMPLING[0], 5, seed=1)
+    assert rig.manager.grow(new.blocks, 12)
+    prompt = replace(new.row(), start=0, token_ids=new.token_ids)
+
+    def broken(slices: Sequence[SequenceSlice]) -> torch.Tensor:
+        raise RuntimeError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rig.executor._runner, "execute", broken)
+        passes = rig.executor.submit([prompt, other.row()])
+    assert not rig.executor.can_overlap(new.chained())
+    assert rig.executor.can_overlap(other.chained())
+    in_graph, eager = passes
+    assert len(in_graph.collect()) == 1
+    with pytest.raises(RuntimeError, match="planted"):
+        eager.collect()
 
 
 def test_warming_up_leaves_nothing_behind(model: Path) -> None:
