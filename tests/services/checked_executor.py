@@ -30,12 +30,15 @@ class Weather:
 
 
 class CheckedPass:
-    def __init__(self, inner: Pass[Sampled], rows: Sequence[Row], executor: CheckedExecutor) -> None:
+    def __init__(
+        self, inner: Pass[Sampled], rows: Sequence[Row], executor: CheckedExecutor, *, is_doomed: bool
+    ) -> None:
         self._inner = inner
         self._executor = executor
         self.rows: Sequence[int] = inner.rows
         self.kind: PassKind = inner.kind
         self.all_rows = rows
+        self.is_doomed = is_doomed
 
     @property
     def is_done(self) -> bool:
@@ -69,7 +72,7 @@ class CheckedExecutor:
         self.steps_in_flight: list[list[CheckedPass]] = []
         # Tokens that the host knows of a slot's sequence, those of steps in flight left out.
         self._known: dict[Slot, int] = {}
-        self._has_failed = False  # since a pass came back well: a device that always fails is taken for dead
+        self._has_failed = False  # the pass that came back last
         self.errors: list[Exception] = []  # that nobody planted
 
     def can_overlap(self, row: Row) -> bool:
@@ -80,15 +83,13 @@ class CheckedExecutor:
 
     def submit(self, rows: Sequence[Row]) -> Sequence[Pass[Sampled]]:
         self._check(rows)
-        breaks_down = not self._has_failed and self._chance.random() < self.weather.breakdown
+        breaks_down = self._breaks_down()
         with mock.patch.object(
             self._runner, "forward", side_effect=BreakdownError("at launch") if breaks_down else self._forward_of(rows)
         ):
             inner = self._inner.submit(rows)
-        if breaks_down:
-            self._has_failed = True
-            self._seen["broke down at launch"] += 1
-        passes = [CheckedPass(one, [rows[index] for index in one.rows], self) for one in inner]
+        self._seen["broke down at launch"] += breaks_down
+        passes = [CheckedPass(one, [rows[index] for index in one.rows], self, is_doomed=breaks_down) for one in inner]
         assert sorted(index for one in passes for index in one.rows) == list(range(len(rows)))
         self.steps_in_flight.append(list(passes))
         self._count(rows)
@@ -100,11 +101,11 @@ class CheckedExecutor:
             self.steps_in_flight.pop(0)
         try:
             sampled = inner.collect()
-            if not self._has_failed and self._chance.random() < self.weather.breakdown:
-                self._has_failed = True
+            if self._breaks_down():
                 self._seen["broke down in flight"] += 1
                 raise BreakdownError("in flight")
         except BreakdownError:
+            self._has_failed = True
             self._on_failure(one.all_rows)
             raise
         except Exception as error:
@@ -116,6 +117,12 @@ class CheckedExecutor:
             if found is not None:
                 self._known[row.slot] += len(found.token_ids)
         return sampled
+
+    def _breaks_down(self) -> bool:
+        """Never so often in a row that the device would be taken for dead."""
+        if self._has_failed or any(one.is_doomed for step in self.steps_in_flight for one in step):
+            return False
+        return self._chance.random() < self.weather.breakdown
 
     def _check(self, rows: Sequence[Row]) -> None:
         """What the contract demands of whoever submits a step."""

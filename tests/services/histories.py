@@ -274,8 +274,9 @@ class History:
         self._handle(LinkUp(key, self._chance.choice([0, 0, 0, 0, 30, 50])))
 
     def _dial_again(self) -> None:
-        for address in set(ADDRESSES) - self._links.keys():
-            self._dial(address)
+        for address in ADDRESSES:
+            if address not in self._links:
+                self._dial(address)
 
     def _lose_a_link(self) -> None:
         if (link := self._any_link()) is not None:
@@ -323,7 +324,7 @@ class History:
                 link.to_drafter.append(request)
         self.seen["silent links"] += len(output.silent_links)
         self.seen["idle links"] += len(output.idle_links)
-        self._dropped += [*output.silent_links, *output.idle_links]
+        self._dropped += sorted([*output.silent_links, *output.idle_links])  # sets gave their order
 
     def _fail(self, rows: Sequence[Row]) -> None:
         """The rows' pass is about to fail."""
