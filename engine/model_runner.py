@@ -93,9 +93,12 @@ class ModelRunner:
         The logits are on the device, in the model's dtype, in the order of the slices and their tokens; on a GPU they
         may still be under way. Raises ValueError, before anything is computed, for slices that break a limit.
         """
+        return self.forward(self.prepare(slices))
+
+    def prepare(self, slices: Sequence[SequenceSlice]) -> Batch:
+        """The slices as a batch on the device. Raises ValueError for slices that break a limit."""
         self._check_limits(slices)
-        batch = build_batch(slices, block_size=self.block_size, num_blocks=self.num_blocks, device=self.device)
-        return self.forward(batch)
+        return build_batch(slices, block_size=self.block_size, num_blocks=self.num_blocks, device=self.device)
 
     @torch.inference_mode()
     def forward(self, batch: Batch) -> torch.Tensor:  # [num_logit_rows, vocab_size]
