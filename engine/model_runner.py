@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -102,18 +102,20 @@ class ModelRunner:
         )
 
     @torch.inference_mode()
-    def execute(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:  # [sum of num_logit_rows, vocab_size]
+    def execute(
+        self, slices: Sequence[SequenceSlice], complete: Callable[[Batch], None] | None = None
+    ) -> torch.Tensor:  # [sum of num_logit_rows, vocab_size]
         """Compute the slices' tokens, keep their keys and values, and return the logits asked for.
 
+        `complete` may put into the batch what only the device knows, before it is computed.
         The logits are on the device, in the model's dtype, in the order of the slices and their tokens; on a GPU they
         may still be under way. Raises ValueError, before anything is computed, for slices that break a limit.
         """
-        return self.forward(self.prepare(slices))
-
-    def prepare(self, slices: Sequence[SequenceSlice]) -> Batch:
-        """The slices as a batch on the device. Raises ValueError for slices that break a limit."""
         self._check_limits(slices)
-        return build_batch(slices, block_size=self.block_size, num_blocks=self.num_blocks, device=self.device)
+        batch = build_batch(slices, block_size=self.block_size, num_blocks=self.num_blocks, device=self.device)
+        if complete is not None:
+            complete(batch)
+        return self.forward(batch)
 
     @torch.inference_mode()
     def forward(self, batch: Batch | TreeBatch) -> torch.Tensor:  # [num_logit_rows, vocab_size]

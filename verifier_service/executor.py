@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.batch import SequenceSlice
+from engine.batch import Batch, SequenceSlice
 from engine.block_manager import BlockManager, BlockTable
 from engine.cuda_graph import GraphPool
 from engine.draft_tokens import DraftRows, DraftTokens, concatenate
@@ -168,12 +168,7 @@ class TargetExecutor:
         num_unfit = sum(not (_is_prompt(row) or self._fits(row)) for row in rows)
         if self._graphs is not None and num_unfit:
             self._warn(num_unfit)
-        batch = self._runner.prepare([self._slice(row) for row in rows])
-        chained = [place for place, row in enumerate(rows) if row.is_chained]
-        if chained:
-            slots = [rows[place].slot for place in chained]
-            self._device_slots.continue_in(batch, chained, slots, block_size=self._runner.block_size)
-        logits = self._runner.forward(batch)
+        logits = self._runner.execute([self._slice(row) for row in rows], lambda batch: self._continue_in(batch, rows))
         is_sampled = [row.wanted is Wanted.TOKENS for row in rows]
         places = [place for place, is_wanted in enumerate(is_sampled) if is_wanted]
         kind = PassKind.EAGER if num_unfit else PassKind.PROMPT
@@ -310,6 +305,12 @@ class TargetExecutor:
                 self._max_draft_tokens,
                 self._num_candidates,
             )
+
+    def _continue_in(self, batch: Batch, rows: Sequence[Row]) -> None:
+        chained = [place for place, row in enumerate(rows) if row.is_chained]
+        if chained:
+            slots = [rows[place].slot for place in chained]
+            self._device_slots.continue_in(batch, chained, slots, block_size=self._runner.block_size)
 
     def _fits(self, row: Row) -> bool:
         return self._graphs is not None and self._graphs.fits(row)

@@ -89,8 +89,8 @@ class Scheduler:
         """The next step: (its parts, the sequences in it that run for the first time).
 
         It is to be submitted as it is, before anything else happens to its sequences. Those of steps in flight are left
-        out, unless nobody speculates: then they go on from the token that is still being sampled, where the executor can
-        do that.
+        out, unless nobody speculates: then they go on from the token that is still being sampled, where the executor
+        can do that.
         """
         self._step += 1
         self.is_short = False
