@@ -194,7 +194,7 @@ def launch_draft_sample(
     rows, temperature = PenalizedLogits(logits, None, None), temperature.contiguous()
     has_filters = any(values is not None for values in filters)
     statistics = launch_block_statistics(
-        rows, temperature, None, 1, BLOCK_SIZE, has_weights=has_filters, has_groups=True
+        rows, temperature, None, 1, BLOCK_SIZE, has_weights=has_filters
     )
     thresholds = launch_thresholds(rows, statistics, temperature, filters, None, 1) if has_filters else None
     _draft_sample_kernel[(batch_size,)](
