@@ -96,12 +96,16 @@ async def test_a_seed_gives_the_same_over_both_fronts(fronts: Fronts, client: As
     assert got.usage.completion_tokens_details.accepted_prediction_tokens > 0
     origins = [token["origin"] for token in choice.tokens]
     assert {"ACCEPTED", "RECOVERED"} <= set(origins)
-    extra["verification"] = "rejection"
     other = await client.completions.create(
-        model="target", prompt=PROMPT, **{**options, "seed": 8}, logit_bias={"11": -3}, extra_body=extra
+        model="target",
+        prompt=PROMPT,
+        **{**options, "seed": 8},
+        logit_bias={"11": -3},
+        extra_body={**extra, "verification": "rejection"},
     )
     assert other.choices[0].text != choice.text
-    assert other.choices[0].outrider["speculation"]["verification"] == "rejection"  # type: ignore[attr-defined]
+    another: Any = other.choices[0]
+    assert another.outrider["speculation"]["verification"] == "rejection"
 
 
 async def test_logprobs_are_those_of_grpc(fronts: Fronts, client: AsyncOpenAI) -> None:

@@ -161,14 +161,15 @@ async def test_a_coupled_sequence_is_drafted_by_ids_alone(pair: Pair) -> None:
     sampling = common_pb2.SamplingParameters(temperature=1.0, seed=3)
     async with running_drafter(drafter_settings(model=draft)) as drafter, verifier_end(drafter.address) as verifier:
         found = []
-        for number, rule in enumerate((common_pb2.VERIFICATION_COUPLED, common_pb2.VERIFICATION_COUPLED), 1):
-            await verifier.send(opens=[opening(number, sampling=sampling, verification=rule)])
+        for number in (1, 2):
+            coupled = opening(number, sampling=sampling, verification=common_pb2.VERIFICATION_COUPLED)
+            await verifier.send(opens=[coupled])
             proposal = await verifier.proposal()
             assert proposal.candidate_ids == proposal.candidate_weights == b""
             found.append(unpack_tokens(proposal.token_ids))
         # Not the most likely ones, and the same each time.
         assert found[0] == found[1] != greedy(draft, PROMPT, 4)
-        for number, rule in enumerate((common_pb2.VERIFICATION_UNSPECIFIED, 77), 3):
+        for number, rule in ((3, common_pb2.VERIFICATION_UNSPECIFIED), (4, 77)):
             await verifier.send(opens=[opening(number, verification=rule)])
             refusal = (await verifier.frame()).no_proposals[0]
             assert (refusal.sequence_id, refusal.reason) == (number, drafter_pb2.NO_PROPOSAL_REASON_BAD_MESSAGE)
