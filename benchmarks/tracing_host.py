@@ -31,6 +31,7 @@ from engine.block_manager import BlockManager
 from engine.step import Pass, PassKind, Row, Sampled
 from outrider.protocol.fingerprint import TokenizerDigest
 from outrider.protocol.handshake import DraftLimits
+from outrider.protocol.verification import Verification
 from outrider.service.telemetry import Telemetry, context_of
 from outrider.v1 import verifier_pb2
 from verifier_service.engine import VerifierEngine
@@ -176,7 +177,7 @@ class Pair:
             num_prompt_tokens=PROMPT_TOKENS,
             length_limit=length,
             num_draft_tokens=K,
-            traceparent=self._session.start_span(opening),
+            traceparent=self._session.start_span(opening, Verification.REJECTION),
         )
         if self._session.is_tracing(number):
             sequence.trace = SequenceTrace(self._step_spans)

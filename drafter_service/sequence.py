@@ -28,10 +28,12 @@ class DraftSequence:
     num_prompt_tokens: int
     sampling: SamplingParameters
     max_draft_tokens: int
-    # Whether q must travel with the tokens: not where the verifier only compares with the target's most likely token.
+    # Whether q must travel with the tokens: not where the verifier only compares with a token of the target's own.
     wants_candidates: bool
     # Most candidates of a draft token that the verifier takes.
     max_candidates: int = MAX_CANDIDATES
+    # Whether each draft token shall be what the target would draw if q were its distribution.
+    is_coupled: bool = False
     traceparent: str = ""
     # None unless the request's trace is sampled.
     spans: StepSpans | None = None

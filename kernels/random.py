@@ -108,7 +108,9 @@ def _philox_at(
     places: _Words,  # [n or 1, k]
 ) -> _Words:  # [n, k, 4]
     """The words of each row at each place."""
-    seed, position = (tensor.numpy().view(np.uint64)[:, None] for tensor in (seeds.contiguous(), positions.contiguous()))
+    seed, position = (
+        tensor.numpy().view(np.uint64)[:, None] for tensor in (seeds.contiguous(), positions.contiguous())
+    )
     counter = (position & _WORD, position >> _WORD_BITS, np.full_like(position, int(purpose)), places)
     words = np.empty((len(seed), places.shape[1], 4), np.uint64)
     for index, word in enumerate(_philox(counter, (seed & _WORD, seed >> _WORD_BITS))):

@@ -85,6 +85,8 @@ async def test_a_seed_gives_the_same_over_both_fronts(fronts: Fronts, client: As
     assert token_ids(choice) == expected.token_ids
     assert choice.finish_reason == "length"
     assert choice.outrider["seed"] == 7
+    # A seed asks for output that can be had again.
+    assert choice.outrider["speculation"]["verification"] == expected.speculation.verification == "coupled"
     assert (got.object, got.model) == ("text_completion", "target")
     assert got.usage is not None
     assert got.usage.prompt_tokens == expected.usage.num_prompt_tokens
@@ -95,9 +97,15 @@ async def test_a_seed_gives_the_same_over_both_fronts(fronts: Fronts, client: As
     origins = [token["origin"] for token in choice.tokens]
     assert {"ACCEPTED", "RECOVERED"} <= set(origins)
     other = await client.completions.create(
-        model="target", prompt=PROMPT, **{**options, "seed": 8}, logit_bias={"11": -3}, extra_body=extra
+        model="target",
+        prompt=PROMPT,
+        **{**options, "seed": 8},
+        logit_bias={"11": -3},
+        extra_body={**extra, "verification": "rejection"},
     )
     assert other.choices[0].text != choice.text
+    another: Any = other.choices[0]
+    assert another.outrider["speculation"]["verification"] == "rejection"
 
 
 async def test_logprobs_are_those_of_grpc(fronts: Fronts, client: AsyncOpenAI) -> None:

@@ -119,6 +119,7 @@ class Result:
     num_drafted: int = 0
     num_accepted: int = 0
     num_steps: int = 0
+    verification: int = common_pb2.VERIFICATION_UNSPECIFIED
     fallbacks: list[tuple[int, int]] = field(default_factory=list)
     ended: verifier_pb2.Ended | None = None
     done: asyncio.Event = field(default_factory=asyncio.Event)
@@ -178,6 +179,8 @@ class DecodeClient:
         result.num_drafted += update.num_draft_tokens
         result.num_accepted += update.num_accepted_tokens
         result.num_steps += bool(update.token_ids)
+        assert (update.verification != 0) == update.HasField("prefill"), "it comes with the first tokens alone"
+        result.verification = update.verification or result.verification
         result.fallbacks += [(fallback.reason, fallback.position) for fallback in update.fallbacks]
         if update.HasField("ended"):
             result.ended = update.ended
