@@ -1,4 +1,4 @@
-"""Draft trees of one sequence each in plain Python, as `kernels.draft_trees` describes them, and a stand-in for a model.
+"""Draft trees of one sequence each in plain Python, as `kernels.draft_trees` describes them, and a model's stand-in.
 
 What a key depends on is all tokens up to its own. Here a key *is* these tokens, so that whoever reads a wrong one, or
 one that was overwritten, is found out.
