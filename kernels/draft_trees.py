@@ -19,8 +19,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.limits import MAX_DEPTH
-
+# No expansion stands for a position further than this beyond the committed ones.
+MAX_DEPTH = 32
 # Committed tokens at hand for each sequence: the host brings no more than so many beyond where the tree stands.
 NUM_RECENT = 64
 # Places of the ring that are kept for chains: without them, a miss could find the ring full.

@@ -7,5 +7,3 @@ WEIGHT_TOTAL = 1 << 16
 # Candidates of a draft token unless told otherwise: with half as many, rejections cost more than is saved; what twice
 # as many gain, drafting and checking them costs (docs/performance.md).
 NUM_CANDIDATES = 128
-# No expansion of a draft tree stands for a position further than this beyond the committed ones that the drafter knows of.
-MAX_DEPTH = 32

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.draft_trees import NUM_RECENT, TreeLimits, TreePass, TreeState, advance_trees, grow_trees
-from kernels.limits import MAX_DEPTH
+from kernels.draft_trees import MAX_DEPTH, NUM_RECENT, TreeLimits, TreePass, TreeState, advance_trees, grow_trees
 from tests.kernels.tree_oracle import VOCABULARY, Expansion, OracleTree, Path, Told, children_of
 
 BLOCK_SIZE = 16

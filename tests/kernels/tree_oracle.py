@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kernels.draft_trees import CHAIN_RESERVE
-from kernels.limits import MAX_DEPTH
+from kernels.draft_trees import CHAIN_RESERVE, MAX_DEPTH
 
 VOCABULARY = 12
 Path = tuple[int, ...]
