@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from kernels.limits import WEIGHT_TOTAL
+from outrider.protocol.wire import WEIGHT_TOTAL
 
 # A field, which rows of it are bad, and what is wrong with them.
 BadRows = tuple[str, npt.NDArray[np.bool_], str]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from kernels.limits import MIN_EXPANSIONS, NUM_EXPANSIONS
 from outrider.protocol.errors import FailedPreconditionError, InvalidArgumentError
+from outrider.protocol.wire import MIN_EXPANSIONS, NUM_EXPANSIONS
 from outrider.v1 import common_pb2, drafter_pb2
 
 

@@ -1,4 +1,4 @@
-"""Token ids as the packed little-endian bytes of the protocol."""
+"""What holds on every stream of the speculation protocol, and token ids as its packed little-endian bytes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,16 @@ import numpy.typing as npt
 PROTOCOL_VERSION = 3
 # Most candidates of one draft token: bounds what a peer can make us check.
 MAX_CANDIDATES = 1024
+# What travels in units of 1 / WEIGHT_TOTAL.
+WEIGHT_TOTAL = 1 << 16
+# Most children of an expansion of the draft tree (F).
+MAX_CHILDREN = 8
+# Expansions of a sequence that both sides of a stream keep (E): at least, at most, and unless told otherwise.
+MIN_EXPANSIONS = 64
+MAX_EXPANSIONS = 4096
+NUM_EXPANSIONS = 512
+# No expansion stands for a position further than this beyond the committed ones that the drafter knows of.
+MAX_DEPTH = 32
 
 _TYPE_CODE = "I"  # 32 bits wherever Python runs
 _IS_SWAPPED = sys.byteorder == "big"
