@@ -31,7 +31,7 @@ from benchmarks.records import EXIT_VOID, Record, Recorder, of_kind, progress, r
 
 # What says which of a module's measurements a record is; a field that a record lacks is left out.
 _KEYS = (
-    *("batch_size", "num_positions", "temperature", "num_draft_tokens", "filters", "source", "what"),
+    *("batch_size", "num_positions", "temperature", "num_draft_tokens", "verification", "filters", "source", "what"),
     *("concurrency", "rate", "round", "traffic", "is_assisted", "engine", "tensor_parallel"),
 )
 _FIGURES = (

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from outrider.client import AsyncClient, Chunk, Finished, TokenOrigin
+from outrider.client import AsyncClient, Chunk, Finished, TokenOrigin, Verification
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,7 @@ class Workload:
     num_draft_tokens: int | None  # K; None: without speculation
     num_prompt_tokens: int = 128
     num_output_tokens: int = 256
+    verification: Verification = Verification.REJECTION  # above temperature 0; named, as requests have seeds
 
     @property
     def is_speculative(self) -> bool:
@@ -33,8 +34,19 @@ class Workload:
     @property
     def name(self) -> str:
         """For progress lines."""
-        mode = f"K = {self.num_draft_tokens}" if self.is_speculative else "plain"
-        return f"batch {self.batch_size}, temperature {self.temperature:g}, {mode}"
+        return f"batch {self.batch_size}, temperature {self.temperature:g}, {self.mode}"
+
+    @property
+    def mode(self) -> str:
+        """How it decodes, as tables and plots call it."""
+        return mode_name(self.num_draft_tokens, self.temperature, self.verification)
+
+
+def mode_name(num_draft_tokens: int | None, temperature: float, verification: str) -> str:
+    """plain, or K and, where there is a choice, the rule."""
+    if num_draft_tokens is None:
+        return "plain"
+    return f"K = {num_draft_tokens}" + (f", {verification}" if temperature else "")
 
 
 @dataclass
@@ -115,6 +127,7 @@ async def run_request(
         ignore_eos=True,
         speculation=workload.is_speculative,
         max_draft_tokens=workload.num_draft_tokens,
+        verification=workload.verification,
         logprobs=num_logprobs,
         timeout=timeout_seconds,
     ):

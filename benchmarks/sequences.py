@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from outrider.protocol.sampling_parameters import SamplingParameters
-from outrider.v1 import common_pb2
+from outrider.protocol.verification import Verification
 from verifier_service.sequence import TargetSequence
 from verifier_service.speculation import LinkKey, Speculation
 
@@ -32,7 +32,7 @@ def speculating_sequence(
         stop_token_ids=frozenset(),
         num_logprobs=None,
         max_draft_tokens=num_draft_tokens,
-        verification=common_pb2.VERIFICATION_UNSPECIFIED,
+        verification=Verification.REJECTION,
         speculation=Speculation(drafter),
         traceparent=traceparent,
         request_id=str(number),

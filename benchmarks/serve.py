@@ -18,14 +18,14 @@ from pathlib import Path
 
 from benchmarks import goals
 from benchmarks.cluster import CpuClock, Placement, make_cluster, print_logs, wait_for_drafter
-from benchmarks.load import Wave, Workload, random_prompts, run_wave, statistics_of
+from benchmarks.load import Wave, Workload, mode_name, random_prompts, run_wave, statistics_of
 from benchmarks.pair import PairDirectory, add_pair_arguments, pair_of
 from benchmarks.parity import NUM_LOGPROBS, check_parity
 from benchmarks.records import EXIT_VOID, Record, Recorder, has_goals, of_kind, progress, remarks, run_refusable, table
 from benchmarks.serve_plot import save_plot
 from benchmarks.timing import resolve_device
 from kernels.limits import NUM_CANDIDATES
-from outrider.client import AsyncClient, ClientError
+from outrider.client import AsyncClient, ClientError, Verification
 from outrider.local import LocalCluster, StartError
 
 _REQUEST_SECONDS = 60.0
@@ -131,14 +131,22 @@ def _line(workload: Workload, record: Record) -> str:
 
 
 def workloads(
-    batch_sizes: Sequence[int], temperatures: Sequence[float], num_draft_tokens: int, num_output_tokens: int
+    batch_sizes: Sequence[int],
+    temperatures: Sequence[float],
+    num_draft_tokens: int,
+    num_output_tokens: int,
+    verifications: Sequence[Verification],  # above temperature 0
 ) -> list[Workload]:
     """Plain and speculative at each batch size and temperature, what matters most first."""
     return [
-        Workload(batch_size, temperature, drafts, num_output_tokens=num_output_tokens)
+        Workload(batch_size, temperature, drafts, num_output_tokens=num_output_tokens, verification=verification)
         for temperature in temperatures
         for batch_size in batch_sizes
-        for drafts in (num_draft_tokens, None)
+        for drafts, verification in (
+            # Without drafts, or at temperature 0, no rule makes a difference.
+            *((num_draft_tokens, rule) for rule in (verifications if temperature else (Verification.GREEDY,))),
+            (None, Verification.REJECTION if temperature else Verification.GREEDY),
+        )
     ]
 
 
@@ -154,7 +162,7 @@ def summary(records: Sequence[Record]) -> str:
     rows: list[Sequence[object]] = []
     for run in sorted(runs, key=_order):
         limit, batch_size, temperature = run["num_draft_tokens"], run["batch_size"], run["temperature"]
-        mode = "plain" if limit is None else f"K = {limit}"
+        mode = mode_name(limit, temperature, run.get("verification", "rejection"))
         if run["void"]:
             rows.append((f"{batch_size}", f"{temperature:g}", mode, "VOID", *[None] * 8))
             continue
@@ -196,7 +204,10 @@ def _acceptance_lines(records: Sequence[Record]) -> list[str]:
     rates = [
         (run["first_acceptance_rate"], run["num_requests"])
         for run in of_kind(records, "serve")
-        if run["temperature"] == 1 and run["num_draft_tokens"] and not run["void"]
+        if run["temperature"] == 1
+        and run["num_draft_tokens"]
+        and not run["void"]
+        and run.get("verification", "rejection") == "rejection"
     ]
     pairs = of_kind(records, "pair")
     if not rates or not pairs:
@@ -206,8 +217,8 @@ def _acceptance_lines(records: Sequence[Record]) -> list[str]:
     return [f"first draft tokens accepted at T 1: {mean:.3f}; measured of the pair: {expected} candidates"]
 
 
-def _order(run: Record) -> tuple[float, int, int]:
-    return run["temperature"], run["batch_size"], run["num_draft_tokens"] or 0
+def _order(run: Record) -> tuple[float, int, int, str]:
+    return run["temperature"], run["batch_size"], run["num_draft_tokens"] or 0, run.get("verification", "")
 
 
 async def _measure(options: argparse.Namespace, pair: PairDirectory, recorder: Recorder, deadline: float) -> int:
@@ -249,7 +260,11 @@ async def _measure(options: argparse.Namespace, pair: PairDirectory, recorder: R
             print_logs(cluster)
             return 1
         for workload in workloads(
-            options.batch_sizes, options.temperatures, options.num_draft_tokens, options.output_tokens
+            options.batch_sizes,
+            options.temperatures,
+            options.num_draft_tokens,
+            options.output_tokens,
+            options.verifications,
         ):
             await benchmark.run(workload)
     is_void = any(run["void"] for run in of_kind(recorder.records, "serve"))
@@ -266,6 +281,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="auto", help="auto: a GPU a service if there are two; cuda:0: share it")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8, 32, 64])
     parser.add_argument("--temperatures", type=float, nargs="+", default=[1.0, 0.0])
+    parser.add_argument(
+        "--verifications",
+        type=Verification,
+        nargs="+",
+        choices=(Verification.REJECTION, Verification.COUPLED),
+        default=[Verification.REJECTION],
+        help="above temperature 0 (default: rejection)",
+    )
     parser.add_argument("--num-draft-tokens", type=int, default=4, help="K (default %(default)s)")
     parser.add_argument("--candidates", type=int, default=NUM_CANDIDATES, help="of a draft token (default %(default)s)")
     parser.add_argument("--output-tokens", type=int, default=256, help="a request (default %(default)s)")

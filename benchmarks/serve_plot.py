@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import goals
+from benchmarks.load import mode_name
 from benchmarks.records import Record, has_goals, of_kind, progress
 
 
@@ -28,16 +29,13 @@ def save_plot(records: Sequence[Record], path: Path) -> bool:
         return False
     figure, axes = pyplot.subplots(1, len(temperatures), figsize=(5.5 * len(temperatures), 4), squeeze=False)
     for axis, temperature in zip(axes[0], temperatures, strict=True):
-        modes = sorted({run["num_draft_tokens"] or 0 for run in runs})
-        for mode in modes:
-            points = sorted(
-                (run["batch_size"], run["tokens_per_second"])
-                for run in runs
-                if run["temperature"] == temperature and (run["num_draft_tokens"] or 0) == mode
-            )
-            axis.plot(
-                *zip(*points, strict=True), marker="o", label=f"Outrider, K = {mode}" if mode else "Outrider, plain"
-            )
+        points: dict[str, list[tuple[int, float]]] = {}
+        for run in runs:
+            if run["temperature"] == temperature:
+                mode = mode_name(run["num_draft_tokens"], temperature, run.get("verification", "rejection"))
+                points.setdefault(mode, []).append((run["batch_size"], run["tokens_per_second"]))
+        for mode, found in sorted(points.items()):
+            axis.plot(*zip(*sorted(found), strict=True), marker="o", label=f"Outrider, {mode}")
         if temperature == 1 and has_goals(records):
             peers = {
                 "vLLM 0.25.1, plain, 1 GPU": goals.VLLM_PLAIN_TOKENS_PER_SECOND,

@@ -44,6 +44,8 @@ class PlannedRequest:
             "max_tokens": self.num_output_tokens,
             "temperature": self.temperature,
             "seed": self.seed,
+            # Named, as a seed alone would ask for coupling.
+            "verification": "rejection",
             "ignore_eos": True,
             "speculation": num_draft_tokens is not None,
             "max_draft_tokens": num_draft_tokens,

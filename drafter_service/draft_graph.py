@@ -223,6 +223,7 @@ class DraftGraph:
             top_k=rows.top_k if is_filtered else None,
             top_p=rows.top_p if is_filtered else None,
             min_p=rows.min_p if is_filtered else None,
+            is_coupled=rows.is_coupled,
             num_candidates=self._num_candidates,
             max_candidates=self._inputs.device["max_candidates"],
             # 16 bits hold every weight: one that took everything would be written as none at all.

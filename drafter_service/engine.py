@@ -15,10 +15,11 @@ from drafter_service.sequence import DraftSequence
 from outrider.protocol.errors import InvalidArgumentError
 from outrider.protocol.handshake import DraftLimits
 from outrider.protocol.sampling_parameters import SamplingParameters
+from outrider.protocol.verification import Verification
 from outrider.protocol.wire import pack_candidates, pack_tokens, unpack_tokens
 from outrider.service.step_spans import SpanRecord, StepSpans
 from outrider.service.telemetry import is_sampled
-from outrider.v1 import common_pb2, drafter_pb2
+from outrider.v1 import drafter_pb2
 
 logger = logging.getLogger(__name__)
 
@@ -266,6 +267,9 @@ class DrafterEngine:
         token_ids = self._tokens("open.token_ids", opening.token_ids)
         if not 1 <= opening.num_prompt_tokens <= len(token_ids):
             raise InvalidArgumentError("open.num_prompt_tokens", f"must be from 1 to {len(token_ids)}")
+        verification = Verification.from_message(opening.verification)
+        if verification is None:
+            raise InvalidArgumentError("open.verification", f"{opening.verification} is no rule that is known here")
         # Biases are for the target's ids, of which the drafter may lack some: without a size they are not compared.
         sampling = SamplingParameters.from_message(opening.sampling, prefix="open.sampling")
         return DraftSequence(
@@ -274,7 +278,8 @@ class DrafterEngine:
             num_prompt_tokens=opening.num_prompt_tokens,
             sampling=sampling,
             max_draft_tokens=opening.max_draft_tokens,
-            wants_candidates=not sampling.is_greedy and opening.verification != common_pb2.VERIFICATION_GREEDY,
+            wants_candidates=not sampling.is_greedy and verification is Verification.REJECTION,
+            is_coupled=verification is Verification.COUPLED,
             max_candidates=limits.max_candidates,
             traceparent=opening.traceparent,
             spans=StepSpans(f"draft {self._drafter.name}", f"drafts {self._drafter.name}", self._step_spans)

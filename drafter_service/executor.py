@@ -108,7 +108,7 @@ class DraftExecutor:
         logits = self._runner.execute([SequenceSlice([0], 0, [0], 1)])
         for top_p, penalty in product((1.0, 0.5), (0.0, 1.0)):
             sampling = SamplingParameters(temperature=1.0, top_p=top_p, presence_penalty=penalty)
-            self._sample(logits, [_Growing(sampling, 0, 1, TokenHistory([0]) if penalty else None)])
+            self._sample(logits, [_Growing(sampling, 0, 1, False, TokenHistory([0]) if penalty else None)])
 
     def _run_graph(self, indexes: Sequence[int], rows: Sequence[DraftRow]) -> Pass[Drafted]:
         assert self.graphs is not None
@@ -131,7 +131,9 @@ class DraftExecutor:
         )
         drafting = [row for row in rows if row.num_draft_tokens]
         growing = {
-            id(row): _Growing(row.sampling, row.start + len(row.token_ids), row.max_candidates, row.history)
+            id(row): _Growing(
+                row.sampling, row.start + len(row.token_ids), row.max_candidates, row.is_coupled, row.history
+            )
             for row in drafting
         }
         active = drafting
@@ -156,6 +158,7 @@ class DraftExecutor:
         tensors = SamplingTensors.build(
             [draft.sampling for draft in drafts],
             positions=[draft.position for draft in drafts],
+            is_coupled=[draft.is_coupled for draft in drafts],
             vocabulary_size=self._runner.vocab_size,
             device=self._device,
         )
@@ -167,6 +170,7 @@ class DraftExecutor:
             top_k=tensors.top_k,
             top_p=tensors.top_p,
             min_p=tensors.min_p,
+            is_coupled=tensors.is_coupled,
             num_candidates=self.num_candidates,
             max_candidates=torch.tensor(
                 [draft.max_candidates for draft in drafts], dtype=torch.int32, device=self._device
@@ -211,11 +215,17 @@ class _Growing:
     """The draft of one row while it grows."""
 
     def __init__(
-        self, sampling: SamplingParameters, position: int, max_candidates: int, history: TokenHistory | None
+        self,
+        sampling: SamplingParameters,
+        position: int,
+        max_candidates: int,
+        is_coupled: bool,
+        history: TokenHistory | None,
     ) -> None:
         self.sampling = sampling
         self.position = position  # of the next token
         self.max_candidates = max_candidates
+        self.is_coupled = is_coupled
         # A copy, as it counts the draft tokens too, most of which never become part of the sequence.
         self.history = None if history is None else history.copy()
         self.token_ids: list[int] = []

@@ -215,6 +215,7 @@ def _row(sequence: DraftSequence, held: _Held, num_new: int, num_draft_tokens: i
         token_ids=sequence.token_ids[start : start + num_new],
         num_draft_tokens=num_draft_tokens,
         max_candidates=sequence.max_candidates,
+        is_coupled=sequence.is_coupled,
         history=_history(sequence, held) if num_draft_tokens else None,
     )
 

@@ -23,6 +23,7 @@ class SamplingTensors:
     temperature: torch.Tensor  # [batch] float32
     seeds: torch.Tensor  # [batch] int64, the bit pattern of a uint64
     positions: torch.Tensor  # [batch] int64
+    is_coupled: torch.Tensor  # [batch] int32: 0 or 1
     top_k: torch.Tensor | None  # [batch] int32
     top_p: torch.Tensor | None  # [batch] float32
     min_p: torch.Tensor | None  # [batch] float32
@@ -33,6 +34,7 @@ class SamplingTensors:
         parameters: Sequence[SamplingParameters],
         *,
         positions: Sequence[int],
+        is_coupled: Sequence[bool],
         vocabulary_size: int,
         device: torch.device,
     ) -> SamplingTensors:
@@ -46,6 +48,7 @@ class SamplingTensors:
             temperature=put([p.temperature for p in parameters], np.float32),
             seeds=put(np.array([p.seed for p in parameters], dtype=np.uint64).view(np.int64), np.int64),
             positions=put(positions, np.int64),
+            is_coupled=put(is_coupled, np.int32),
             # A top_k beyond the vocabulary keeps everything, and need not fit the kernel's 32 bits.
             top_k=put([min(p.top_k, vocabulary_size) for p in parameters], np.int32) if has_filters else None,
             top_p=put([p.top_p for p in parameters], np.float32) if has_filters else None,

@@ -33,6 +33,7 @@ class OfSlot(Protocol):
     slot: Slot
     sampling: SamplingParameters
     blocks: BlockTable
+    is_coupled: bool
 
 
 class SlotPool:
@@ -79,6 +80,7 @@ class DeviceSlots:
             top_k=room(torch.int32),
             top_p=room(torch.float32),
             min_p=room(torch.float32),
+            is_coupled=room(torch.int32),
             block_tables=room(torch.int32, max_blocks),
         )
         self._tables = self.state.block_tables.view(-1)
@@ -89,7 +91,7 @@ class DeviceSlots:
         # Lists: mostly a few sequences have one block more each, for which arrays of their own would take longer.
         places: list[int] = []
         blocks: list[int] = []
-        new: list[tuple[Slot, SamplingParameters]] = []
+        new: list[OfSlot] = []
         for row in rows:
             slot, table = row.slot, row.blocks
             if slot.version != table.version:
@@ -100,27 +102,29 @@ class DeviceSlots:
                 slot.version = table.version
             if not slot.is_written:
                 slot.is_written = True
-                new.append((slot, row.sampling))
+                new.append(row)
         if places:
             where, what = upload(self._device, np.array(places, np.int64), np.array(blocks, np.int32))
             self._tables.index_copy_(0, where, what)
         if new:
             self._write_sampling(new)
 
-    def _write_sampling(self, new: list[tuple[Slot, SamplingParameters]]) -> None:
-        state, parameters = self.state, [sampling for _, sampling in new]
-        where, temperature, seeds, top_k, top_p, min_p = upload(
+    def _write_sampling(self, new: list[OfSlot]) -> None:
+        state, parameters = self.state, [row.sampling for row in new]
+        where, temperature, seeds, top_k, top_p, min_p, is_coupled = upload(
             self._device,
-            np.array([slot.index for slot, _ in new]),
+            np.array([row.slot.index for row in new]),
             np.array([p.temperature for p in parameters], np.float32),
             np.array([p.seed for p in parameters], np.uint64).view(np.int64),
             # A top_k beyond the vocabulary keeps everything, and need not fit into 32 bits.
             np.array([min(p.top_k, self._vocab_size) for p in parameters], np.int32),
             np.array([p.top_p for p in parameters], np.float32),
             np.array([p.min_p for p in parameters], np.float32),
+            np.array([row.is_coupled for row in new], np.int32),
         )
         state.temperature.index_copy_(0, where, temperature)
         state.seeds.index_copy_(0, where, seeds)
         state.top_k.index_copy_(0, where, top_k)
         state.top_p.index_copy_(0, where, top_p)
         state.min_p.index_copy_(0, where, min_p)
+        state.is_coupled.index_copy_(0, where, is_coupled)

@@ -54,6 +54,7 @@ class Row:
     token_ids: Sequence[int]
     drafts: DraftTokens = field(default=NO_DRAFT_TOKENS)
     wanted: Wanted = Wanted.TOKENS
+    is_coupled: bool = False  # whether draft tokens are accepted while they are what the target draws itself
     num_logprobs: int | None = None  # beside the chosen token's; None for none at all
     # Token counts for penalties, up to date when the row is submitted; None where there are none.
     history: TokenHistory | None = None
@@ -92,6 +93,9 @@ class DraftRow:
     token_ids: Sequence[int]
     num_draft_tokens: int  # 0: keys and values alone, for an inner chunk of a prompt
     max_candidates: int  # at least 1: how many of a token's candidates may have weight, if there are more
+    is_coupled: bool = (
+        False  # whether each token is what the target would draw if this were its distribution, and certain
+    )
     # Token counts for penalties, up to date when the row is submitted; None where there are none.
     history: TokenHistory | None = None
 

@@ -109,7 +109,7 @@ class Generator:
             )
             if request_trace.metrics is not None:
                 request_trace.metrics.tokenized(len(prompt_token_ids))
-            request_trace.requested(request, request_id=started.request_id, seed=started.seed)
+            request_trace.requested(request, request_id=started.request_id)
             subject = Subject(started.request_id, sequence.sequence_id, request_trace.traceparent)
             with about(subject), self._watched(sequence) as watcher:
                 async with aclosing(self._decode(request, sequence, started, place, request_trace)) as events:
@@ -261,6 +261,7 @@ def _opening(
         no_drafter_reason=route.no_drafter_reason,
         max_draft_tokens=request.speculation.max_draft_tokens,
         verification=request.speculation.verification,
+        is_seeded=request.sampling.HasField("seed"),
         traceparent=request_trace.traceparent,
         request_id=started.request_id,
     )

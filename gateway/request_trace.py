@@ -14,6 +14,7 @@ from opentelemetry import trace
 from opentelemetry.trace import SpanKind, Status, StatusCode
 
 from gateway.request_metrics import RequestMetrics
+from outrider.protocol.verification import Verification
 from outrider.service.logs import Subject, about
 from outrider.service.telemetry import Telemetry, context_of, traceparent_of
 from outrider.v1 import common_pb2, generation_pb2
@@ -103,13 +104,14 @@ class RequestTrace:
         if self.span is not None and caller:
             self.span.set_attribute("outrider.caller", caller)
 
-    def requested(self, request: generation_pb2.GenerateRequest, *, request_id: str, seed: int) -> None:
+    def requested(self, request: generation_pb2.GenerateRequest, *, request_id: str) -> None:
         """A request that passed the checks."""
         self._request_id = request_id
         if self.span is None:
             return
         sampling, stopping = request.sampling, request.stopping
-        attributes: dict[str, Any] = {"gen_ai.response.id": request_id, "gen_ai.request.seed": seed}
+        # Without the seed: who knows it can predict tokens, and repeat them.
+        attributes: dict[str, Any] = {"gen_ai.response.id": request_id}
         for name in ("temperature", "top_p", "top_k", "presence_penalty", "frequency_penalty"):
             if sampling.HasField(name):
                 # Conventions have all of these as doubles; a float32 is shown as it was meant.
@@ -186,6 +188,7 @@ class RequestTrace:
             return
         speculation, timings = finished.speculation, finished.timings
         reason = FINISH_REASONS[finished.finish_reason]
+        verification = Verification.from_message(speculation.verification)
         attributes: dict[str, Any] = {
             "gen_ai.response.model": model,
             "gen_ai.response.finish_reasons": [reason],
@@ -199,6 +202,8 @@ class RequestTrace:
             "outrider.prefill_seconds": timings.prefill_seconds,
             "outrider.time_to_first_token_seconds": timings.time_to_first_token_seconds,
         }
+        if verification is not None:
+            attributes["outrider.verification"] = verification.value
         if speculation.num_draft_tokens:
             attributes["outrider.acceptance_rate"] = speculation.num_accepted_tokens / speculation.num_draft_tokens
         if speculation.num_steps:

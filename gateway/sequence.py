@@ -25,6 +25,8 @@ class SpeculationCounts:
     num_accepted_per_position: list[int] = field(default_factory=list)
     num_drafted_per_position: list[int] = field(default_factory=list)
     fallbacks: list[common_pb2.Fallback] = field(default_factory=list)
+    # How draft tokens are verified; UNSPECIFIED until the first tokens have come.
+    verification: common_pb2.Verification = common_pb2.VERIFICATION_UNSPECIFIED
 
     def add(self, update: verifier_pb2.SequenceUpdate) -> None:
         """Count one update of the verifier."""
@@ -39,6 +41,7 @@ class SpeculationCounts:
         for place in range(accepted):
             self.num_accepted_per_position[place] += 1
         self.fallbacks.extend(update.fallbacks)
+        self.verification = update.verification or self.verification
 
     def message(self) -> generation_pb2.SpeculationStatistics:
         """The counts for the client."""
@@ -48,6 +51,7 @@ class SpeculationCounts:
             num_accepted_tokens=self.num_accepted_tokens,
             num_accepted_per_position=self.num_accepted_per_position,
             fallbacks=self.fallbacks,
+            verification=self.verification,
         )
 
 

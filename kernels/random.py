@@ -6,37 +6,55 @@ The generator is Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy
 from __future__ import annotations
 
 from enum import IntEnum
+from typing import Any
 
+import numpy as np
 import torch
 
 from kernels.arguments import check_tensor
 from kernels.dispatch import runs_triton
 
-RANDOM_SCHEME = "philox4x32-10.1"
+RANDOM_SCHEME = "philox4x32-10.2"
 """Name of everything that a random number depends on; peers compare it in the handshake.
 
 It pins: Philox4x32 with 10 rounds; key = (seed's low word, seed's high word); counter = (position's low word, its high
-word, purpose, 0); the values of `Purpose`; how uniforms are made of the four words (`uniforms`). Whoever changes one of
-these changes the name.
+word, purpose, place); the values of `Purpose`. DRAFT and ACCEPT have place 0; ACCEPT compares the uniform of `uniforms`,
+DRAFT the first word's upper 16 bits. TARGET gives each token of the vocabulary an exponential variate of its own: place =
+token // 4, and of the four words the one numbered token % 4, w, makes E = -log1p(-(w + 1/2) / 2**32). The token that
+minimises E / weight is drawn, the lowest id among equals. Whoever changes one of these changes the name.
+
+**What 32 bits mean.** Tokens are decided by small E: one of probability p wins with an E of about p. That is why E is made
+by log1p of a small number: it has a relative precision of 2**-22 or better down to its smallest value, 2**-33. Below that
+it is a lattice of spacing 2**-32, by which the probability p of a token is drawn too seldom by a share of
+(2**-32 / p)**2 / 24: one part in 6,000 at p = 2**-28, one in 100 at 2**-31, and what is below 2**-36 is hardly ever drawn. All
+tokens below 2**-32 together have a probability of at most vocabulary / 2**32, 3e-5 for 128,256 tokens, and no less of them
+is lost only where all of that is in such tokens. Both sides of a comparison, plain and speculative, draw from this one
+distribution: with coupled verification they are equal token for token.
 """
 
-_MULTIPLIER_0 = 0xD2511F53
-_MULTIPLIER_1 = 0xCD9E8D57
-_KEY_STEP_0 = 0x9E3779B9
-_KEY_STEP_1 = 0xBB67AE85
-_WORD = 0xFFFFFFFF
+_MULTIPLIER_0 = np.uint64(0xD2511F53)
+_MULTIPLIER_1 = np.uint64(0xCD9E8D57)
+_KEY_STEP_0 = np.uint64(0x9E3779B9)
+_KEY_STEP_1 = np.uint64(0xBB67AE85)
+_WORD = np.uint64(0xFFFFFFFF)
+_WORD_BITS = np.uint64(32)
 _NUM_ROUNDS = 10
+
+_Words = np.ndarray[Any, np.dtype[np.uint64]]  # each below 2**32
 
 
 class Purpose(IntEnum):
-    """What a random number decides. Purposes never share numbers: a recovered token drawn with the noise that drew the
-    draft token is correlated with the rejection that it repairs, and the output is no longer the target's."""
+    """What a random number decides. Purposes never share numbers.
+
+    The target's own choices share TARGET, with each other and with a drafter that predicts them. What draws a draft token
+    that min(1, p / q) then judges, and what judges it, must be independent of it: a recovered token drawn with the noise
+    that drew the rejected draft token is correlated with the rejection that it repairs, and the output is no longer the
+    target's.
+    """
 
     DRAFT = 1
     ACCEPT = 2
-    RECOVER = 3
-    BONUS = 4
-    COUPLED = 5
+    TARGET = 3
 
 
 def random_words(
@@ -44,7 +62,7 @@ def random_words(
     positions: torch.Tensor,  # [n] int64
     purpose: Purpose,
 ) -> torch.Tensor:  # [n, 4] int64
-    """Four independent random words a row, each uniform on [0, 2**32).
+    """Four independent random words a row, each uniform on [0, 2**32), of place 0.
 
     Raises ValueError when the shapes or types do not fit.
     """
@@ -54,48 +72,76 @@ def random_words(
         from kernels.random_triton import launch_random_words
 
         return launch_random_words(seeds, positions, int(purpose))
-    return keyed_words(seeds, positions, torch.full_like(positions, int(purpose)))
+    return keyed_words(seeds, positions, purpose)
 
 
 def uniforms(
     words: torch.Tensor,  # [n, 4] int64
-) -> tuple[torch.Tensor, torch.Tensor]:  # [n] float64, [n] float64
-    """Two independent uniforms in [0, 1), multiples of 2**-53, from the words (0, 1) and (2, 3) of each row."""
-    first = (words[:, 0] << 21) | (words[:, 1] >> 11)
-    second = (words[:, 2] << 21) | (words[:, 3] >> 11)
-    return first.double() * 2.0**-53, second.double() * 2.0**-53
+) -> torch.Tensor:  # [n] float64
+    """A uniform in [0, 1), a multiple of 2**-53, from the first two words of each row."""
+    return ((words[:, 0] << 21) | (words[:, 1] >> 11)).double() * 2.0**-53
 
 
 def keyed_words(
     seeds: torch.Tensor,  # [n] int64
     positions: torch.Tensor,  # [n] int64
-    purposes: torch.Tensor,  # [n] int64
+    purpose: Purpose,
 ) -> torch.Tensor:  # [n, 4] int64
-    """The reference of `random_words`, with a purpose for each row."""
-    counter = (positions & _WORD, (positions >> 32) & _WORD, purposes, torch.zeros_like(positions))
-    return torch.stack(_philox(counter, (seeds & _WORD, (seeds >> 32) & _WORD)), dim=1)
+    """The reference of `random_words`."""
+    words = _philox_at(seeds, positions, purpose, np.zeros((1, 1), np.uint64))
+    return torch.from_numpy(words.reshape(-1, 4).view(np.int64))
 
 
-_Counter = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+def target_exponentials(
+    seeds: torch.Tensor,  # [n] int64
+    positions: torch.Tensor,  # [n] int64
+    vocab_size: int,
+) -> torch.Tensor:  # [n, vocab_size] float64
+    """TARGET noise of each token at each position, on the CPU."""
+    places = np.arange((vocab_size + 3) // 4, dtype=np.uint64)[None]
+    words = _philox_at(seeds, positions, Purpose.TARGET, places)
+    return _exponentials(words.reshape(len(words), -1)[:, :vocab_size])
 
 
-def _philox(counter: _Counter, key: tuple[torch.Tensor, torch.Tensor]) -> _Counter:
-    """Philox4x32-10 on words held in int64."""
+def exponentials_of(
+    seeds: torch.Tensor,  # [n] int64
+    positions: torch.Tensor,  # [n] int64
+    token_ids: torch.Tensor,  # [n, k] int64, not negative
+) -> torch.Tensor:  # [n, k] float64
+    """TARGET noise of some tokens at each position, on the CPU."""
+    ids = token_ids.numpy()
+    words = _philox_at(seeds, positions, Purpose.TARGET, (ids // 4).astype(np.uint64))
+    return _exponentials(np.take_along_axis(words, (ids % 4)[..., None], axis=2)[..., 0])
+
+
+def _exponentials(words: _Words) -> torch.Tensor:
+    return torch.from_numpy((words.astype(np.float64) + 0.5) * -(2.0**-32)).log1p_().neg_()
+
+
+def _philox_at(
+    seeds: torch.Tensor,  # [n] int64
+    positions: torch.Tensor,  # [n] int64
+    purpose: Purpose,
+    places: _Words,  # [n or 1, k]
+) -> _Words:  # [n, k, 4]
+    """The words of each row at each place."""
+    seed, position = (tensor.numpy().view(np.uint64)[:, None] for tensor in (seeds.contiguous(), positions.contiguous()))
+    counter = (position & _WORD, position >> _WORD_BITS, np.full_like(position, int(purpose)), places)
+    words = np.empty((len(seed), places.shape[1], 4), np.uint64)
+    for index, word in enumerate(_philox(counter, (seed & _WORD, seed >> _WORD_BITS))):
+        words[:, :, index] = word
+    return words
+
+
+def _philox(counter: tuple[_Words, _Words, _Words, _Words], key: tuple[_Words, _Words]) -> tuple[_Words, ...]:
+    """Philox4x32-10 on words that broadcast against each other: the first rounds are cheap where few of them differ."""
     c0, c1, c2, c3 = counter
     k0, k1 = key
     for _ in range(_NUM_ROUNDS):
-        high_0, low_0 = _multiply(c0, _MULTIPLIER_0)
-        high_1, low_1 = _multiply(c2, _MULTIPLIER_1)
-        c0, c1, c2, c3 = high_1 ^ c1 ^ k0, low_1, high_0 ^ c3 ^ k1, low_0
+        product_0 = c0 * _MULTIPLIER_0
+        product_1 = c2 * _MULTIPLIER_1
+        c0, c1 = (product_1 >> _WORD_BITS) ^ c1 ^ k0, product_1 & _WORD
+        c2, c3 = (product_0 >> _WORD_BITS) ^ c3 ^ k1, product_0 & _WORD
         k0 = (k0 + _KEY_STEP_0) & _WORD
         k1 = (k1 + _KEY_STEP_1) & _WORD
     return c0, c1, c2, c3
-
-
-def _multiply(word: torch.Tensor, multiplier: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """High and low word of a 32 x 32 bit product, the multiplier taken in halves: the whole overflows int64."""
-    upper = word * (multiplier >> 16)
-    lower = word * (multiplier & 0xFFFF)
-    high = (upper + (lower >> 16)) >> 16
-    low = (lower + ((upper & 0xFFFF) << 16)) & _WORD
-    return high, low

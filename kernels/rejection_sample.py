@@ -1,7 +1,9 @@
 """Verification of draft tokens: keeps exactly as many as leave the target's distribution unchanged.
 
-Leviathan, Kalman, Matias, "Fast Inference from Transformers via Speculative Decoding" (arXiv 2211.17192); Chen et al.,
-"Accelerating Large Language Model Decoding with Speculative Sampling" (arXiv 2302.01318).
+By a test of p against q: Leviathan, Kalman, Matias, "Fast Inference from Transformers via Speculative Decoding" (arXiv
+2211.17192); Chen et al., "Accelerating Large Language Model Decoding with Speculative Sampling" (arXiv 2302.01318). By
+coupling: Daliri, Musco, Suresh, "Coupling without Communication and Drafter-Invariant Speculative Decoding" (arXiv
+2408.07978).
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ def rejection_sample(
     positions: torch.Tensor,  # [batch] int64: of the token that each sequence's first row decides
     *,
     max_num_draft_tokens: int,
+    is_coupled: torch.Tensor | None = None,  # [batch] int32; not 0: verified by coupling; None: no sequence is
     top_k: torch.Tensor | None = None,  # [batch] int32; 0: off
     top_p: torch.Tensor | None = None,  # [batch] float32; 1: off
     min_p: torch.Tensor | None = None,  # [batch] float32; 0: off
@@ -51,14 +54,18 @@ def rejection_sample(
     without draft tokens has its one row sampled. num_draft is at most max_num_draft_tokens, itself at most 32. Rows and
     draft tokens behind those of the last sequence are ignored, so that buffers may be longer than the batch.
 
-    Temperature 0 accepts while the draft token is the argmax, lowest id among ties, and ends with the argmax. Otherwise
-    draft token x is accepted with probability min(1, p(x) / q(x)); at the first rejection a token is drawn from the
-    normalised positive part of p - q, after full acceptance from p. q(x) is the candidate's weight / 65,536. Where no
-    candidate of positive weight is the draft token, q is one-hot on it, which is exact however the token was found.
-    Candidates of weight 0 and ids outside the vocabulary count as absent; ids of positive weight must be distinct.
+    Temperature 0 accepts while the draft token is the argmax, lowest id among ties, and ends with the argmax. A coupled
+    sequence accepts while the draft token is the one that the target draws at its position, and ends with the target's:
+    the tokens are the same whatever was drafted, and candidates are not looked at. Otherwise draft token x is accepted
+    with probability min(1, p(x) / q(x)); at the first rejection a token is drawn from the normalised positive part of
+    p - q, after full acceptance from p. q(x) is the candidate's weight / 65,536. Where no candidate of positive weight
+    is the draft token, q is one-hot on it, which is exact however the token was found. Candidates of weight 0 and ids
+    outside the vocabulary count as absent; ids of positive weight must be distinct.
 
-    Randomness depends on seed and position alone: ACCEPT at each draft token's position, RECOVER or BONUS at the
-    last token's. NaN logits count as -inf, +inf as the largest float32; a row without any finite logit yields token 0.
+    Randomness depends on seed and position alone: ACCEPT tests the draft token at its position; whatever is drawn from p
+    or p - q is the token that minimises E / p or E / (p - q), E being TARGET noise of token and position, the lowest id
+    among equals (`kernels.random`). NaN logits count as -inf, +inf as the largest float32; a row without any finite
+    logit yields token 0.
     Nothing here waits for the GPU. Raises ValueError, naming the argument, when shapes or types do not fit.
     """
     device, batch_size = target_logits.device, temperature.shape[0]
@@ -70,6 +77,8 @@ def rejection_sample(
     check_shaping(batch_size, device, temperature, top_k, top_p, min_p)
     check_tensor("seeds", seeds, (batch_size,), (torch.int64,), device)
     check_tensor("positions", positions, (batch_size,), (torch.int64,), device)
+    if is_coupled is not None:
+        check_tensor("is_coupled", is_coupled, (batch_size,), (torch.int32,), device)
     if not 0 <= max_num_draft_tokens <= MAX_DRAFT_TOKENS:
         raise ValueError(f"max_num_draft_tokens is {max_num_draft_tokens}, expected 0 to {MAX_DRAFT_TOKENS}")
 
@@ -85,6 +94,7 @@ def rejection_sample(
                 temperature,
                 seeds,
                 positions,
+                is_coupled,
                 (top_k, top_p, min_p),
                 max_num_draft_tokens,
                 _block_size,
@@ -96,7 +106,7 @@ def rejection_sample(
         thresholds = logit_thresholds(logits, temperature, top_k, top_p, min_p, row_sequences)
     return RejectionSample(
         *reference_rejection_sample(
-            logits, thresholds, *drafts, temperature, seeds, positions, max_num_draft_tokens, _block_size
+            logits, thresholds, *drafts, temperature, seeds, positions, is_coupled, max_num_draft_tokens, _block_size
         )
     )
 

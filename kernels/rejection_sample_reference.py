@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import pad
 
-from kernels.integer_weights import MASS_BITS, choose, exponential_weights, row_chunks
+from kernels.integer_weights import exponential_weights, row_chunks
 from kernels.limits import WEIGHT_TOTAL
-from kernels.random import Purpose, keyed_words, uniforms
+from kernels.random import Purpose, keyed_words, target_exponentials, uniforms
 from kernels.shape_logits import PenalizedLogits
+
+# What q covers wholly stands this far behind everything else: drawn only where q leaves nothing of p at all.
+_COVERED = 256.0
 
 
 def reference_rejection_sample(
@@ -23,6 +27,7 @@ def reference_rejection_sample(
     temperature: torch.Tensor,  # [batch] float32
     seeds: torch.Tensor,  # [batch] int64
     positions: torch.Tensor,  # [batch] int64
+    is_coupled: torch.Tensor | None,  # [batch] int32
     max_num_draft_tokens: int,
     block_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # [batch, max_num_draft_tokens + 1] int32, [batch] int32
@@ -30,54 +35,59 @@ def reference_rejection_sample(
     batch_size, width = len(temperature), max_num_draft_tokens + 1
     sequences = torch.arange(batch_size)
     num_draft = cu_num_draft_tokens.diff().long()
-    first_draft = cu_num_draft_tokens[:-1].long()
+    first_rows = cu_num_draft_tokens[:-1].long() + sequences
     draft_sequences = sequences.repeat_interleave(num_draft)
     total_draft = len(draft_sequences)
-    draft_steps = torch.arange(total_draft) - first_draft[draft_sequences]
     draft_rows = torch.arange(total_draft) + draft_sequences
+    draft_steps = draft_rows - first_rows[draft_sequences]
     drafts = draft_token_ids[:total_draft].long()
 
-    row_sequences = sequences.repeat_interleave(num_draft + 1)
-    target = _Target(logits, thresholds, temperature[row_sequences], block_size)
-    accepted = drafts == target.argmax[draft_rows]
     is_random = temperature > 0
+    draws_all = torch.zeros_like(is_random) if is_coupled is None else is_random & (is_coupled != 0)
+    is_tested = (is_random & ~draws_all)[draft_sequences]
+    row_sequences = sequences.repeat_interleave(num_draft + 1)
+    row_positions = positions[row_sequences] + torch.arange(total_draft + batch_size) - first_rows[row_sequences]
+    target = _Target(
+        logits, thresholds, temperature[row_sequences], seeds[row_sequences], row_positions, block_size
+    )
+
+    # The target's own tokens: of every row where they are compared with the drafts, of the rest when it is known which.
+    own_tokens = torch.zeros(total_draft + batch_size, dtype=torch.int64)
+    greedy_rows = torch.nonzero(~is_random[row_sequences]).squeeze(1)
+    own_tokens[greedy_rows] = target.most_likely(greedy_rows)
+    coupled_rows = torch.nonzero(draws_all[row_sequences]).squeeze(1)
+    own_tokens[coupled_rows] = target.draw(coupled_rows)
+    accepted = drafts == own_tokens[draft_rows]
     candidates = _candidates(
         drafts, candidate_ids[:total_draft], candidate_weights[:total_draft], logits.logits.shape[1]
     )
-    if is_random.any():
-        noise, _ = uniforms(
-            keyed_words(
-                seeds[draft_sequences],
-                positions[draft_sequences] + draft_steps,
-                torch.full_like(draft_steps, Purpose.ACCEPT),
-            )
-        )
-        draft_masses = target.token_masses(draft_rows, candidates.ids[:, :1]).squeeze(1) * candidates.is_valid
+    tested = torch.nonzero(is_tested).squeeze(1)
+    tested_rows = draft_rows[tested]
+    target.weigh(tested_rows)
+    if len(tested):
+        noise = uniforms(keyed_words(seeds[row_sequences[tested_rows]], row_positions[tested_rows], Purpose.ACCEPT))
+        masses = target.masses(tested_rows, candidates.ids[tested, :1]).squeeze(1) * candidates.is_valid[tested]
         # u < p(x) / q(x), multiplied out.
-        passes = noise * candidates.draft_weights * target.totals[draft_rows] < draft_masses * WEIGHT_TOTAL
-        accepted = torch.where(is_random[draft_sequences], passes, accepted)
+        accepted[tested] = (
+            noise * candidates.draft_weights[tested] * target.totals[tested_rows] < masses * WEIGHT_TOTAL
+        )
 
     steps = torch.zeros(batch_size, width, dtype=torch.bool)
     steps[draft_sequences, draft_steps] = accepted
     num_accepted = steps.long().cumprod(dim=1).sum(dim=1)
-    final_rows = first_draft + sequences + num_accepted
-    final_tokens = target.argmax[final_rows]
-    if is_random.any():
-        recovers = num_accepted < num_draft
-        noise_purposes = torch.where(recovers, Purpose.RECOVER, Purpose.BONUS)
-        token_noise, block_noise = uniforms(keyed_words(seeds, positions + num_accepted, noise_purposes))
-        rejected = torch.where(recovers, first_draft + num_accepted, 0)
-        if total_draft:
-            ids, weights = candidates.ids[rejected], candidates.weights[rejected] * recovers.unsqueeze(1)
-        else:
-            ids, weights = (torch.zeros(batch_size, 1, dtype=torch.int64) for _ in range(2))
-        sampled = target.sample(final_rows, ids, weights, token_noise, block_noise)
-        final_tokens = torch.where(is_random, sampled, final_tokens)
+    final_rows = first_rows + num_accepted
+    draws_last = is_random & ~draws_all
+    is_recovered = draws_last & (num_accepted < num_draft)
+    rows = final_rows[draws_last & ~is_recovered]
+    own_tokens[rows] = target.draw(rows)
+    rows = final_rows[is_recovered]
+    rejected = rows - sequences[is_recovered]
+    own_tokens[rows] = target.draw(rows, candidates.ids[rejected], candidates.weights[rejected])
 
     token_ids = torch.full((batch_size, width), -1, dtype=torch.int32)
     token_ids[draft_sequences, draft_steps] = drafts.int()
     token_ids[torch.arange(width) > num_accepted.unsqueeze(1)] = -1
-    token_ids[sequences, num_accepted] = final_tokens.int()
+    token_ids[sequences, num_accepted] = own_tokens[final_rows].int()
     return token_ids, num_accepted.int()
 
 
@@ -115,99 +125,113 @@ def _candidates(
 
 
 class _Target:
-    """The target's distributions as integer weights in blocks; see `kernels.integer_weights`."""
+    """The target's distributions: tokens drawn from them, and probabilities as integer weights in blocks.
+
+    See `kernels.integer_weights`. Work is done for the rows that a method names, and for no others.
+    """
 
     def __init__(
         self,
         logits: PenalizedLogits,  # [at least num_rows, vocab_size]
         thresholds: torch.Tensor | None,  # [at least num_rows] float32
         temperatures: torch.Tensor,  # [num_rows] float32
+        seeds: torch.Tensor,  # [num_rows] int64
+        positions: torch.Tensor,  # [num_rows] int64
         block_size: int,
     ) -> None:
+        self._logits = logits
+        self._thresholds = thresholds
+        self._temperatures = temperatures
+        self._seeds = seeds
+        self._positions = positions
         num_rows, vocab_size = len(temperatures), logits.logits.shape[1]
         self._block_size = min(block_size, vocab_size)
-        padding = -vocab_size % self._block_size
-        num_blocks = (vocab_size + padding) // self._block_size
+        num_blocks = -(-vocab_size // self._block_size)
         # Each block's weights are in a unit of its own.
         self._weights = torch.empty(num_rows, num_blocks, self._block_size)
         # A block's unit in terms of the row's largest.
-        self._units = torch.zeros(num_rows, num_blocks, dtype=torch.float64)
-        self._block_weights = torch.zeros(num_rows, num_blocks, dtype=torch.float64)
-        self.totals = torch.zeros(num_rows, dtype=torch.float64)
-        self.argmax = torch.empty(num_rows, dtype=torch.int64)
-        for chunk in row_chunks(num_rows, vocab_size):
-            dense = logits.dense(chunk)
-            self.argmax[chunk] = torch.from_numpy(dense.numpy().argmax(axis=1))  # several times faster than torch's
-            if not (temperatures[chunk] > 0).any():
-                self._weights[chunk] = 0
-                continue
-            divisors = torch.where(temperatures[chunk] > 0, temperatures[chunk], 1.0).unsqueeze(1)
-            blocks = (pad(dense, (0, padding), value=-torch.inf) if padding else dense).view(
-                -1, num_blocks, self._block_size
-            )
-            block_maxima = blocks.amax(dim=2)
-            weights = exponential_weights(blocks, block_maxima, divisors)
-            if thresholds is not None:
-                # Below the threshold the difference is negative; -inf - -inf is NaN and its weight is 0 as it is.
-                weights.mul_(blocks.sub_(thresholds[chunk, None, None]).ge_(0))
-            maxima = block_maxima.amax(dim=1, keepdim=True)
-            maxima = torch.where(maxima == -torch.inf, 0.0, maxima)
-            self._weights[chunk] = weights
-            self._units[chunk] = ((block_maxima - maxima) / divisors).exp()
-            self._block_weights[chunk] = weights.double().sum(dim=2)
-            self.totals[chunk] = (self._block_weights[chunk] * self._units[chunk]).sum(dim=1)
+        self._units = torch.empty(num_rows, num_blocks, dtype=torch.float64)
+        self.totals = torch.empty(num_rows, dtype=torch.float64)
 
-    def token_masses(
+    def most_likely(self, rows: torch.Tensor) -> torch.Tensor:  # both [n] int64
+        """Each row's most likely token, the lowest id among equals."""
+        token_ids = torch.empty_like(rows)
+        for chunk in self._chunks(rows):
+            token_ids[chunk] = _first_largest(self._logits.dense(rows[chunk]))
+        return token_ids
+
+    def weigh(self, rows: torch.Tensor) -> None:  # [n] int64
+        """Set the weights and totals of rows that `masses` or a residual is asked of."""
+        for chunk in self._chunks(rows):
+            places = rows[chunk]
+            dense = self._logits.dense(places)
+            padding = -dense.shape[1] % self._block_size
+            blocks = pad(dense, (0, padding), value=-torch.inf) if padding else dense
+            blocks = blocks.view(len(places), -1, self._block_size)
+            temperatures = self._temperatures[places].unsqueeze(1)
+            block_maxima = blocks.amax(dim=2)
+            weights = exponential_weights(blocks, block_maxima, temperatures)
+            if self._thresholds is not None:
+                # Below the threshold the difference is negative; -inf - -inf is NaN and its weight is 0 as it is.
+                weights.mul_(blocks.sub_(self._thresholds[places, None, None]).ge_(0))
+            maxima = _finite_or_zero(block_maxima.amax(dim=1, keepdim=True))
+            units = ((block_maxima - maxima) / temperatures).exp().double()
+            self._weights[places] = weights
+            self._units[places] = units
+            self.totals[places] = (weights.double().sum(dim=2) * units).sum(dim=1)
+
+    def masses(
         self,
-        rows: torch.Tensor,  # [n] int64
+        rows: torch.Tensor,  # [n] int64, weighed
         token_ids: torch.Tensor,  # [n, k] int64
     ) -> torch.Tensor:  # [n, k] float64
         """p of tokens, times the row's total."""
-        return self._token_weights(rows, token_ids) * self._token_units(rows, token_ids)
+        blocks, places = token_ids // self._block_size, rows.unsqueeze(1)
+        return self._weights[places, blocks, token_ids % self._block_size].double() * self._units[places, blocks]
 
-    def sample(
+    def draw(
         self,
         rows: torch.Tensor,  # [n] int64
-        candidate_ids: torch.Tensor,  # [n, m] int64
-        candidate_weights: torch.Tensor,  # [n, m] int64: q, all 0 to sample from p
-        token_noise: torch.Tensor,  # [n] float64
-        block_noise: torch.Tensor,  # [n] float64
+        candidate_ids: torch.Tensor | None = None,  # [n, m] int64, of rows that are weighed
+        candidate_weights: torch.Tensor | None = None,  # [n, m] int64
     ) -> torch.Tensor:  # [n] int64
-        """Draw from the positive part of p - q: first a block, then a token within it."""
-        candidate_blocks = candidate_ids // self._block_size
-        covers = self._covers(rows, candidate_ids, candidate_weights)
-        left = self._block_weights[rows].scatter_add_(1, candidate_blocks, -covers).clamp_min_(0)
-        # p = q up to rounding leaves nothing behind: then p is as good as the residual.
-        is_empty = left.sum(dim=1, keepdim=True) == 0
-        left = torch.where(is_empty, self._block_weights[rows], left)
-        covers = torch.where(is_empty, 0.0, covers)
-        blocks = torch.zeros_like(rows)
-        if left.shape[1] > 1:
-            masses = left * self._units[rows]
-            heaviest = masses.amax(dim=1, keepdim=True)
-            heaviest = torch.where(heaviest > 0, heaviest, 1.0)
-            blocks = choose((masses / heaviest * 2.0**MASS_BITS).floor_(), block_noise)
-        covers.mul_(candidate_blocks == blocks.unsqueeze(1))
-        weights = self._weights[rows, blocks].double()
-        weights.scatter_add_(1, candidate_ids % self._block_size, -covers).clamp_min_(0)
-        return blocks * self._block_size + choose(weights, token_noise)
+        """Draw a token of each row with TARGET noise: from p, or from the positive part of p - q."""
+        token_ids = torch.empty_like(rows)
+        for chunk in self._chunks(rows):
+            places = rows[chunk]
+            dense = self._logits.dense(places)
+            scores = (dense - _finite_or_zero(dense.amax(dim=1, keepdim=True))) / self._temperatures[places, None]
+            if self._thresholds is not None:
+                scores[dense < self._thresholds[places, None]] = -torch.inf
+            noise = target_exponentials(self._seeds[places], self._positions[places], dense.shape[1])
+            scores = scores.double().sub_(noise.log_())
+            if candidate_ids is not None and candidate_weights is not None:
+                ids, weights = candidate_ids[chunk], candidate_weights[chunk]
+                scores.scatter_add_(1, ids, self._shares_left(places, ids, weights))
+            token_ids[chunk] = _first_largest(scores)
+        return token_ids
 
-    def _covers(
+    def _shares_left(
         self,
-        rows: torch.Tensor,  # [n] int64
+        rows: torch.Tensor,  # [n] int64, weighed
         candidate_ids: torch.Tensor,  # [n, m] int64
         candidate_weights: torch.Tensor,  # [n, m] int64
-    ) -> torch.Tensor:  # [n, m] float64, integers
-        """min(p, q) of candidates as integer weights in the units of their blocks."""
-        shares = candidate_weights * self.totals[rows].unsqueeze(1) / WEIGHT_TOTAL
-        units = self._token_units(rows, candidate_ids)
-        # A unit of 0 is a block too unlikely to be drawn: whatever is covered there makes no difference.
-        shares /= torch.where(units > 0, units, 1.0)
-        return torch.minimum(self._token_weights(rows, candidate_ids), shares).floor_()
+    ) -> torch.Tensor:  # [n, m] float64
+        """log((p - q) / p) of candidates, 0 where q is 0."""
+        covers = candidate_weights * self.totals[rows].unsqueeze(1) / WEIGHT_TOTAL
+        masses = self.masses(rows, candidate_ids)
+        is_left = masses > covers
+        shares = torch.where(is_left, 1 - covers / masses, 1.0).log()
+        return torch.where(is_left | (candidate_weights == 0), shares, -_COVERED)
 
-    def _token_weights(self, rows: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        blocks = token_ids // self._block_size
-        return self._weights[rows.unsqueeze(1), blocks, token_ids % self._block_size].double()
+    def _chunks(self, rows: torch.Tensor) -> Iterator[slice]:
+        return row_chunks(len(rows), self._logits.logits.shape[1])
 
-    def _token_units(self, rows: torch.Tensor, token_ids: torch.Tensor) -> torch.Tensor:
-        return self._units[rows.unsqueeze(1), token_ids // self._block_size]
+
+def _finite_or_zero(maxima: torch.Tensor) -> torch.Tensor:
+    return torch.where(maxima == -torch.inf, 0.0, maxima)
+
+
+def _first_largest(values: torch.Tensor) -> torch.Tensor:  # [n, vocab_size] -> [n] int64
+    """The place of each row's largest value, the first among equals. numpy is several times faster than torch."""
+    return torch.from_numpy(values.numpy().argmax(axis=1))

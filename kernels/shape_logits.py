@@ -25,7 +25,7 @@ class PenalizedLogits:
     replacements: torch.Tensor | None  # [num_replaced, vocab_size] float32
     replacement_rows: torch.Tensor | None  # [num_rows] int32: row of `replacements`, or -1 for a raw row
 
-    def dense(self, rows: slice) -> torch.Tensor:  # [n, vocab_size] float32
+    def dense(self, rows: slice | torch.Tensor) -> torch.Tensor:  # [n, vocab_size] float32
         """A float32 copy of some rows, NaN and infinities made harmless: what the references work on."""
         logits = sanitized(self.logits[rows])
         if self.replacements is not None and self.replacement_rows is not None:

@@ -24,6 +24,7 @@ class SlotState:
     top_k: torch.Tensor  # [num_slots] int32
     top_p: torch.Tensor  # [num_slots] float32
     min_p: torch.Tensor  # [num_slots] float32
+    is_coupled: torch.Tensor  # [num_slots] int32: 0 or 1
     block_tables: torch.Tensor  # [num_slots, max_blocks] int32
 
 
@@ -45,6 +46,7 @@ class LaidOutRows:
     top_k: torch.Tensor  # [batch] int32
     top_p: torch.Tensor  # [batch] float32
     min_p: torch.Tensor  # [batch] float32
+    is_coupled: torch.Tensor  # [batch] int32
     block_tables: torch.Tensor  # [batch, max_blocks] int32; only the blocks of a row's context are written
 
     @classmethod
@@ -70,6 +72,7 @@ class LaidOutRows:
             top_k=room(batch, i32),
             top_p=room(batch, f32),
             min_p=room(batch, f32),
+            is_coupled=room(batch, i32),
             block_tables=room((batch, max_blocks), i32),
         )
 
@@ -121,7 +124,7 @@ def lay_out_rows(
     out.cu_num_drafts.fill_(total - num_rows)[0] = 0
     out.cu_num_drafts[1 : num_rows + 1] = (lens - 1).cumsum(0).int()
     out.sample_positions.zero_()[:num_rows] = first + 1
-    for name in ("temperature", "seeds", "top_k", "top_p", "min_p", "block_tables"):
+    for name in ("temperature", "seeds", "top_k", "top_p", "min_p", "is_coupled", "block_tables"):
         getattr(out, name).copy_(getattr(state, name)[slots.long()])
 
 

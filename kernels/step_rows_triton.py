@@ -37,6 +37,7 @@ def launch_lay_out_rows(
         state.top_k,
         state.top_p,
         state.min_p,
+        state.is_coupled,
         state.block_tables,
         slots,
         starts,
@@ -57,6 +58,7 @@ def launch_lay_out_rows(
         out.top_k,
         out.top_p,
         out.min_p,
+        out.is_coupled,
         out.block_tables,
         batch,
         len(out.token_ids),
@@ -79,6 +81,7 @@ def _lay_out_rows_kernel(
     slot_top_k_ptr,
     slot_top_p_ptr,
     slot_min_p_ptr,
+    slot_is_coupled_ptr,
     slot_tables_ptr,
     slots_ptr,  # of rows
     starts_ptr,
@@ -99,6 +102,7 @@ def _lay_out_rows_kernel(
     top_k_ptr,
     top_p_ptr,
     min_p_ptr,
+    is_coupled_ptr,
     tables_ptr,
     batch,
     num_tokens,
@@ -156,6 +160,7 @@ def _lay_out_rows_kernel(
     tl.store(top_k_ptr + row, tl.load(slot_top_k_ptr + slot))
     tl.store(top_p_ptr + row, tl.load(slot_top_p_ptr + slot))
     tl.store(min_p_ptr + row, tl.load(slot_min_p_ptr + slot))
+    tl.store(is_coupled_ptr + row, tl.load(slot_is_coupled_ptr + slot))
     num_blocks = (context_len + reach + BLOCK_SIZE - 1) // BLOCK_SIZE
     num_blocks = tl.where(has_tokens, tl.minimum(num_blocks, table_stride), 0)
     columns = tl.arange(0, COLUMNS)

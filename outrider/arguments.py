@@ -98,6 +98,11 @@ def _add_capacity(parser: argparse.ArgumentParser) -> None:
         "--max-draft-tokens", type=_count, metavar="K", help="most draft tokens a step, of any request"
     )
     capacity.add_argument(
+        "--verification",
+        choices=[Verification.REJECTION.value, Verification.COUPLED.value],
+        help="how draft tokens of sampled requests without a seed are verified",
+    )
+    capacity.add_argument(
         "--num-candidates", type=_count, metavar="M", help="candidates kept of the draft model's distribution"
     )
     capacity.add_argument(
@@ -152,7 +157,7 @@ def _add_generate(commands: Any, run: Command) -> None:
     sampling.add_argument("--repetition-penalty", type=float, metavar="X")
     sampling.add_argument("--presence-penalty", type=float, metavar="X")
     sampling.add_argument("--frequency-penalty", type=float, metavar="X")
-    sampling.add_argument("--seed", type=int, metavar="N", help="repeat the random numbers of an earlier request")
+    sampling.add_argument("--seed", type=int, metavar="N", help="repeat the tokens of an earlier request")
     stopping = generate.add_argument_group("stopping")
     stopping.add_argument("--max-tokens", type=int, metavar="N", help="default: up to the model's context length")
     stopping.add_argument("--stop", action="append", metavar="TEXT", help="end before this text; may be repeated")
@@ -161,7 +166,12 @@ def _add_generate(commands: Any, run: Command) -> None:
     speculation = generate.add_argument_group("speculation")
     speculation.add_argument("--no-speculation", action="store_true", help="decode with the target alone")
     speculation.add_argument("--max-draft-tokens", type=int, metavar="K", help="most draft tokens a step, 1 to 32")
-    speculation.add_argument("--verification", choices=list(Verification), help="how draft tokens are verified")
+    speculation.add_argument(
+        "--verification",
+        choices=[rule.value for rule in Verification],
+        help="how draft tokens are verified (default: greedy at temperature 0; above, coupled with --seed, else as the "
+        "verifier is set)",
+    )
     output = generate.add_argument_group("output")
     how = output.add_mutually_exclusive_group()
     how.add_argument("--json", action="store_true", help="print one JSON object at the end, nothing else")

@@ -26,6 +26,7 @@ from outrider.client import (
     InvalidRequestError,
     Tls,
     UnavailableError,
+    Verification,
 )
 from outrider.completion import CompletionBuilder
 
@@ -91,6 +92,7 @@ def _up(parsed: argparse.Namespace) -> int:
         chat_template=parsed.chat_template,
         num_drafters=parsed.num_drafters,
         max_draft_tokens=parsed.max_draft_tokens,
+        verification=parsed.verification,
         num_candidates=parsed.num_candidates,
         max_running=parsed.max_running,
         max_model_len=parsed.max_model_len,
@@ -257,6 +259,7 @@ def completion_as_json(completion: Completion) -> dict[str, Any]:
             "output_tokens": completion.usage.num_output_tokens,
         },
         "speculation": {
+            "verification": speculation.verification,
             "steps": speculation.num_steps,
             "drafted": speculation.num_draft_tokens,
             "accepted": speculation.num_accepted_tokens,
@@ -287,12 +290,16 @@ def summary(completion: Completion) -> str:
     if speculation.acceptance_rate is not None:
         parts.append(
             f"{speculation.num_accepted_tokens} of {speculation.num_draft_tokens} draft tokens accepted "
-            f"({speculation.acceptance_rate:.0%})"
+            f"({speculation.acceptance_rate:.0%}{_by(speculation.verification)})"
         )
     parts += [f"no drafter from position {item.position} on: {item.reason}" for item in speculation.fallbacks]
     if completion.tokens_per_second is not None:
         parts.append(f"{completion.tokens_per_second:.1f} tokens/s")
     return ", ".join(parts)
+
+
+def _by(verification: Verification | None) -> str:
+    return "" if verification is None else f", {verification} verification"
 
 
 def _prompt(argument: str | None) -> str:

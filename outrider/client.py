@@ -49,7 +49,8 @@ from outrider.errors import (
     UnavailableError,
     from_rpc_error,
 )
-from outrider.request import GenerateOptions, Verification, build_request
+from outrider.protocol.verification import Verification
+from outrider.request import GenerateOptions, build_request
 from outrider.retry import RetryPolicy
 from outrider.v1 import generation_pb2, generation_pb2_grpc
 

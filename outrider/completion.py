@@ -7,6 +7,7 @@ from enum import StrEnum
 from typing import Protocol, TypeVar
 
 from outrider.errors import ClientError
+from outrider.protocol.verification import Verification
 from outrider.v1 import common_pb2, generation_pb2
 
 
@@ -123,6 +124,8 @@ class SpeculationStatistics:
     num_accepted_tokens: int
     num_accepted_per_position: tuple[int, ...]
     fallbacks: tuple[Fallback, ...]
+    verification: Verification | None = None
+    """How draft tokens were verified, or would have been; None for a rule that this client does not know."""
 
     @property
     def acceptance_rate(self) -> float | None:
@@ -316,6 +319,7 @@ def _finished(finished: generation_pb2.Finished) -> Finished:
                 )
                 for item in speculation.fallbacks
             ),
+            verification=Verification.from_message(speculation.verification),
         ),
         timings=Timings(
             queue_seconds=timings.queue_seconds,

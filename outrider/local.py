@@ -90,6 +90,7 @@ class Options:
     """All alike, each in a process of its own."""
     max_draft_tokens: int | None = None
     """Like all that follow: None takes what the services take by themselves."""
+    verification: Literal["rejection", "coupled"] | None = None
     num_candidates: int | None = None
     max_running: int | None = None
     max_model_len: int | None = None

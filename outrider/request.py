@@ -3,28 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableSequence, Sequence
-from enum import StrEnum
 from typing import Any, TypedDict
 
 from google.protobuf.message import Message
 
 from outrider.errors import InvalidRequestError
+from outrider.protocol.verification import Verification
 from outrider.v1 import common_pb2, generation_pb2
-
-
-class Verification(StrEnum):
-    """How draft tokens are verified."""
-
-    GREEDY = "greedy"
-    """Accept while the draft token is the target's most likely token; temperature 0 only."""
-    REJECTION = "rejection"
-    """Accept with min(1, p/q), then sample from the residual: the target's distribution, exactly."""
-
-
-_VERIFICATIONS = {
-    Verification.GREEDY: common_pb2.VERIFICATION_GREEDY,
-    Verification.REJECTION: common_pb2.VERIFICATION_REJECTION,
-}
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -49,7 +34,9 @@ class GenerateOptions(TypedDict, total=False):
     logit_bias: Mapping[int, float] | None
     """Added to the logits of these token ids."""
     seed: int | None
-    """The same seed and request give the same tokens; default: drawn, see `Started.seed`."""
+    """The same seed and request give the same tokens, see `Verification.COUPLED`; default: drawn, see `Started.seed`.
+
+    Whoever knows it can predict tokens."""
     stop: str | Sequence[str] | None
     """The text ends before the first of these strings."""
     stop_token_ids: Iterable[int] | None
@@ -65,7 +52,8 @@ class GenerateOptions(TypedDict, total=False):
     max_draft_tokens: int | None
     """Most draft tokens a step, 1 to 32; default: the verifier's setting."""
     verification: Verification | str | None
-    """Default: greedy at temperature 0, rejection above."""
+    """Default: greedy at temperature 0; above, coupled with a seed, and the verifier's setting without. See
+    `SpeculationStatistics.verification`."""
     logprobs: int | None
     """Report log-probabilities, with those of this many most likely tokens."""
     token_texts: bool
@@ -170,7 +158,7 @@ def build_request(
 
 def _verification(word: str) -> common_pb2.Verification:
     try:
-        return _VERIFICATIONS[Verification(word)]
+        return Verification(word).to_message()
     except ValueError:
         known = ", ".join(Verification)
         raise InvalidRequestError(f"speculation.verification: {word!r} is not known, only {known}") from None

@@ -36,6 +36,7 @@ def verifier_flags(options: Options, devices: Devices) -> list[str]:
             device=devices.verifier,
             memory_fraction=devices.verifier_memory if options.drafter == "model" else None,
             max_draft_tokens=options.max_draft_tokens,
+            verification=options.verification,
             num_candidates=options.num_candidates,
             max_running=options.max_running,
             max_model_len=options.max_model_len,

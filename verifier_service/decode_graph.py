@@ -196,6 +196,7 @@ class DecodeGraph:
             top_k=rows.top_k if is_filtered else None,
             top_p=rows.top_p if is_filtered else None,
             min_p=rows.min_p if is_filtered else None,
+            is_coupled=rows.is_coupled,
         )
         advance_slots(
             state, values["slots"], rows.sample_positions, sample.num_accepted, sample.token_ids, self.results
@@ -237,6 +238,7 @@ def _part(laid_out: LaidOutRows, batch: int, num_tokens: int) -> LaidOutRows:
                 "top_k",
                 "top_p",
                 "min_p",
+                "is_coupled",
                 "block_tables",
             )
         },

@@ -10,6 +10,7 @@ from kernels.limits import MAX_DRAFT_TOKENS
 from kernels.penalties import TokenHistory
 from outrider.protocol.errors import InvalidArgumentError
 from outrider.protocol.sampling_parameters import SamplingParameters
+from outrider.protocol.verification import Verification
 from outrider.protocol.wire import unpack_tokens
 from outrider.v1 import common_pb2, verifier_pb2
 from verifier_service.sequence import TargetSequence
@@ -35,11 +36,13 @@ def parse_opening(
     session_id: int,
     link_sequence_id: int,
     drafter: LinkKey | None,
+    unasked_verification: Verification,
     arrived_ns: int,
 ) -> TargetSequence:
     """The sequence that a gateway asks for, before any fallback is noted.
 
-    Raises InvalidArgumentError naming the field.
+    `unasked_verification` is for requests that neither name a rule nor give a seed. Raises InvalidArgumentError naming
+    the field.
     """
     token_ids = _token_ids(message.token_ids, limits)
     num_prompt_tokens = message.num_prompt_tokens
@@ -64,8 +67,6 @@ def parse_opening(
     sampling = SamplingParameters.from_message(message.sampling, vocabulary_size=limits.vocabulary_size)
     _check_enum("verification", message.verification, common_pb2.Verification)
     _check_enum("no_drafter_reason", message.no_drafter_reason, common_pb2.FallbackReason)
-    if message.verification == common_pb2.VERIFICATION_GREEDY and not sampling.is_greedy:
-        raise InvalidArgumentError("verification", "GREEDY needs temperature 0: above, it would change the output")
     eos_token_ids = frozenset[int]() if message.ignore_eos else limits.eos_token_ids
     ending_token_ids = eos_token_ids.union(message.stop_token_ids)
     has_minimum = message.min_tokens > len(token_ids) - num_prompt_tokens and bool(ending_token_ids)
@@ -82,7 +83,7 @@ def parse_opening(
         num_logprobs=message.logprobs if message.HasField("logprobs") else None,
         # More than the graphs hold would slow down everybody who shares a step with it.
         max_draft_tokens=min(message.max_draft_tokens or limits.max_draft_tokens, limits.max_draft_tokens),
-        verification=message.verification,
+        verification=_verification(message, sampling, unasked_verification),
         speculation=Speculation(drafter),
         traceparent=message.traceparent,
         request_id=message.request_id,
@@ -98,6 +99,19 @@ def parse_opening(
         else new_history(sampling, token_ids, num_prompt_tokens),
         min_length=num_prompt_tokens + message.min_tokens if has_minimum else 0,
     )
+
+
+def _verification(
+    message: verifier_pb2.OpenDecoding, sampling: SamplingParameters, unasked: Verification
+) -> Verification:
+    """The rule that holds from here on, whatever the request said or did not say."""
+    named = Verification.from_message(message.verification)
+    if sampling.is_greedy:
+        return Verification.GREEDY
+    if named is Verification.GREEDY:
+        raise InvalidArgumentError("verification", "GREEDY needs temperature 0: above, it would change the output")
+    # A seed asks for output that can be had again, which nothing else than coupling gives whatever the drafts are.
+    return named or (Verification.COUPLED if message.is_seeded else unasked)
 
 
 def _check_enum(field: str, value: int, enum: Any) -> None:

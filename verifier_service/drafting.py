@@ -93,7 +93,7 @@ class DraftingLinks:
             token_ids=pack_tokens(sequence.token_ids),
             num_prompt_tokens=sequence.num_prompt_tokens,
             sampling=sequence.sampling.to_message(),
-            verification=sequence.verification,
+            verification=sequence.verification.to_message(),
             max_draft_tokens=sequence.max_draft_tokens,
             traceparent=sequence.traceparent,
         )

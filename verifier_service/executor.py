@@ -187,6 +187,7 @@ class TargetExecutor:
         tensors = SamplingTensors.build(
             [row.sampling for row in rows],
             positions=positions,
+            is_coupled=[row.is_coupled for row in rows],
             vocabulary_size=self._runner.vocab_size,
             device=self._device,
         )
@@ -212,6 +213,7 @@ class TargetExecutor:
             top_k=tensors.top_k,
             top_p=tensors.top_p,
             min_p=tensors.min_p,
+            is_coupled=tensors.is_coupled,
             penalties=Penalties.build(
                 [
                     penalized(place, row.sampling, row.history)

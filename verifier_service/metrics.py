@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from engine.step import PassKind
 from kernels.limits import MAX_DRAFT_TOKENS
+from outrider.protocol.verification import Verification
 from outrider.service.instruments import POWERS_OF_TWO, SECONDS
 from outrider.service.metrics import ServiceMetrics
 from outrider.v1 import common_pb2
@@ -18,6 +19,7 @@ FALLBACKS = tuple(
     for name, number in common_pb2.FallbackReason.items()
     if number != common_pb2.FALLBACK_REASON_UNSPECIFIED
 )
+VERIFICATIONS = tuple(rule.value for rule in Verification)
 DRAFTER_STATES = ("ready", "connecting", "incompatible", "draining")
 LENGTHS = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 12.0, 16.0, 24.0, 33.0)
 
@@ -39,6 +41,12 @@ class VerifierMetrics(ServiceMetrics):
         )
         self.sequences_limit = make.gauge(
             "outrider.verifier.sequences.limit", "{sequence}", "Most sequences that may run at once"
+        )
+        self.sequences_started = make.counter(
+            "outrider.verifier.sequences.started",
+            "{sequence}",
+            "Sequences that got their first token, by how their draft tokens are verified",
+            {"verification": VERIFICATIONS},
         )
         self.sequences_ended = make.counter(
             "outrider.verifier.sequences.ended", "{sequence}", "Sequences that ended, by reason", {"reason": ENDS}
@@ -71,13 +79,16 @@ class VerifierMetrics(ServiceMetrics):
             "outrider.verifier.tokens", "{token}", "Tokens committed, by origin", {"origin": ORIGINS}
         )
         self.draft_tokens = make.counter(
-            "outrider.verifier.draft.tokens", "{token}", "Draft tokens that a step verified", {"drafter": ()}
+            "outrider.verifier.draft.tokens",
+            "{token}",
+            "Draft tokens that a step verified",
+            {"drafter": (), "verification": VERIFICATIONS},
         )
         self.accepted_tokens = make.counter(
             "outrider.verifier.draft.accepted",
             "{token}",
             "Draft tokens that were accepted and committed",
-            {"drafter": ()},
+            {"drafter": (), "verification": VERIFICATIONS},
         )
         self.drafted_per_position = make.counter(
             "outrider.verifier.draft.tokens_per_position",
@@ -152,5 +163,7 @@ class VerifierMetrics(ServiceMetrics):
 
     def forget_drafter(self, address: str) -> None:
         """Drop the series of a drafter that nobody names any more: others come in its place, for as long as we run."""
-        for instrument in (self.draft_tokens, self.accepted_tokens, self.round_trip):
-            instrument.forget(address)
+        self.round_trip.forget(address)
+        for verification in VERIFICATIONS:
+            self.draft_tokens.forget(address, verification)
+            self.accepted_tokens.forget(address, verification)

@@ -77,10 +77,13 @@ class Reporter:
         is_first = not sequence.prefilled_ns
         if is_first:
             sequence.prefilled_ns = step.end_ns
+            update.verification = sequence.verification.to_message()
             update.prefill.queue_seconds = (sequence.scheduled_ns - sequence.arrived_ns) * 1e-9
             update.prefill.prefill_seconds = (sequence.prefilled_ns - sequence.scheduled_ns) * 1e-9
             if self._metrics is not None:
-                self._metrics.prefilled(update.prefill.queue_seconds, update.prefill.prefill_seconds)
+                self._metrics.prefilled(
+                    sequence.verification, update.prefill.queue_seconds, update.prefill.prefill_seconds
+                )
         if sequence.trace is not None:
             self._trace_step(step, committed, output, is_first=is_first)
 

@@ -198,6 +198,7 @@ class Scheduler:
             return None
         assert sequence.slot is not None
         row = Row(sequence.slot, sequence.sampling, sequence.block_ids, -1, ())
+        row.is_coupled = sequence.is_coupled
         row.num_logprobs, row.history = sequence.num_logprobs, sequence.history
         return Scheduled(sequence, row, 1, 0, True) if self._executor.can_overlap(row) else None
 
@@ -298,6 +299,7 @@ def _part(sequence: TargetSequence, num_new: int, num_drafts: int, is_sampled: b
         start,
         token_ids[-1:] if is_sampled and num_new == 1 else token_ids[start : start + num_new],
     )
+    row.is_coupled = sequence.is_coupled
     if is_sampled:
         row.num_logprobs, row.history = sequence.num_logprobs, sequence.history
         if num_drafts:

@@ -8,6 +8,7 @@ from engine.block_manager import BlockTable
 from engine.slots import Slot
 from kernels.penalties import TokenHistory
 from outrider.protocol.sampling_parameters import SamplingParameters
+from outrider.protocol.verification import Verification
 from outrider.service.logs import Subject
 from outrider.v1 import common_pb2, generation_pb2
 from verifier_service.sequence_trace import SequenceTrace
@@ -36,7 +37,7 @@ class TargetSequence:
     # How many log-probabilities beside the chosen token's; None for none at all.
     num_logprobs: int | None
     max_draft_tokens: int  # at least 1
-    verification: common_pb2.Verification
+    verification: Verification
     speculation: Speculation
     traceparent: str
     request_id: str
@@ -71,8 +72,11 @@ class TargetSequence:
 
     # Tokens that end the sequence.
     last_token_ids: frozenset[int] = field(init=False)
+    # Asked for each row of each step.
+    is_coupled: bool = field(init=False)
 
     def __post_init__(self) -> None:
+        self.is_coupled = self.verification is Verification.COUPLED
         self.last_token_ids = self.eos_token_ids | self.stop_token_ids
 
     @property

@@ -20,6 +20,7 @@ from kernels.random import RANDOM_SCHEME
 from outrider.protocol.errors import OutriderError, UnavailableError, code_number
 from outrider.protocol.fingerprint import model_revision, tokenizer_digest
 from outrider.protocol.handshake import DraftLimits
+from outrider.protocol.verification import Verification
 from outrider.protocol.wire import PROTOCOL_VERSION
 from outrider.service.engine_thread import EngineThread
 from outrider.service.instruments import Labels
@@ -213,6 +214,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
                 session_id=session.session_id,
                 link_sequence_id=next(self._link_sequence_ids),
                 drafter=drafter,
+                unasked_verification=Verification(self._settings.verification),
                 arrived_ns=arrived_ns,
             )
         except OutriderError as error:
@@ -220,7 +222,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
             return
         if sequence.speculation.drafter is None:
             sequence.fall_back(_reason_without_drafter(opening, link))
-        sequence.traceparent = session.start_span(opening)
+        sequence.traceparent = session.start_span(opening, sequence.verification)
         if session.is_tracing(opening.sequence_id):
             sequence.trace = SequenceTrace(self._settings.step_spans)
         self._thread.post(SequenceOpened(sequence))

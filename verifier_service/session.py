@@ -6,6 +6,7 @@ import asyncio
 
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 
+from outrider.protocol.verification import Verification
 from outrider.service.step_spans import EventRecord
 from outrider.service.telemetry import Telemetry, context_of, is_sampled, traceparent_of
 from outrider.v1 import common_pb2, generation_pb2, verifier_pb2
@@ -33,7 +34,7 @@ class Session:
                     self._note(span, update)
         self.outbox.put_nowait(frame)
 
-    def start_span(self, opening: verifier_pb2.OpenDecoding) -> str:
+    def start_span(self, opening: verifier_pb2.OpenDecoding, verification: Verification) -> str:
         """Begin the span of a sequence whose trace is sampled; the traceparent for what belongs below it."""
         if not self._telemetry.is_enabled or not is_sampled(opening.traceparent):
             # The drafter may trace where we do not.
@@ -43,7 +44,11 @@ class Session:
             f"decode {self._model}",
             context=context_of(opening.traceparent),
             kind=SpanKind.SERVER,
-            attributes={"outrider.request_id": opening.request_id, "gen_ai.request.model": self._model},
+            attributes={
+                "outrider.request_id": opening.request_id,
+                "outrider.verification": verification.value,
+                "gen_ai.request.model": self._model,
+            },
         )
         if not span.is_recording():
             # A sampler of the operator's own.

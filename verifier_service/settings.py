@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
@@ -25,6 +25,11 @@ class VerifierSettings(ModelSettings):
         ge=1,
         le=MAX_DRAFT_TOKENS,
         description="most draft tokens a step (K), whatever the request asks for; as many where it names none",
+    )
+    verification: Literal["rejection", "coupled"] = Field(
+        default="rejection",
+        description="how draft tokens are verified above temperature 0 where a request neither names a rule nor gives "
+        "a seed; with a seed: coupled",
     )
     num_candidates: int = Field(
         default=NUM_CANDIDATES,

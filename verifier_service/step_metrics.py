@@ -58,13 +58,14 @@ class StepMetrics:
         if step.num_prefill_tokens:
             self._metrics.prefill_tokens.add(step.num_prefill_tokens)
         # Most sequences fare alike: what they have in common is counted together.
-        alike: dict[tuple[str, int, int, int], int] = {}
+        alike: dict[tuple[str, str, int, int, int], int] = {}
         waits = []
         for committed in all_committed:
             part, num_tokens, num_accepted = committed.part, len(committed.token_ids), committed.sampled.num_accepted
             if num_accepted > num_tokens:
                 num_accepted = num_tokens
-            key = (part.sequence.speculation.address, part.num_drafts, num_accepted, num_tokens)
+            sequence = part.sequence
+            key = (sequence.speculation.address, sequence.verification, part.num_drafts, num_accepted, num_tokens)
             alike[key] = alike.get(key, 0) + 1
             if committed.draft_wait:
                 waits.append(committed.draft_wait)
@@ -72,11 +73,12 @@ class StepMetrics:
                 name = generation_pb2.FinishReason.Name(committed.finish_reason)
                 self.ended(name.removeprefix("FINISH_REASON_").lower())
         self._waits.add_all(waits)
-        for (drafter, num_drafts, num_accepted, num_tokens), times in alike.items():
-            self._count(drafter, num_drafts, num_accepted, num_tokens, times)
+        for (drafter, verification, num_drafts, num_accepted, num_tokens), times in alike.items():
+            self._count(drafter, verification, num_drafts, num_accepted, num_tokens, times)
 
-    def prefilled(self, queue_seconds: float, prefill_seconds: float) -> None:
-        """A sequence has its first token."""
+    def prefilled(self, verification: str, queue_seconds: float, prefill_seconds: float) -> None:
+        """A sequence, whose draft tokens are verified so, has its first token."""
+        self._metrics.sequences_started.add(1, verification)
         self._metrics.queue_duration.record(queue_seconds)
         self._metrics.prefill_duration.record(prefill_seconds)
 
@@ -97,14 +99,16 @@ class StepMetrics:
         """Sequences ended, for a reason as the instrument calls it."""
         self._metrics.sequences_ended.add(num_sequences, reason)
 
-    def _count(self, drafter: str, num_drafts: int, num_accepted: int, num_tokens: int, times: int) -> None:
+    def _count(
+        self, drafter: str, verification: str, num_drafts: int, num_accepted: int, num_tokens: int, times: int
+    ) -> None:
         tokens = self._metrics.tokens
         if num_drafts:
             self._by_drafted[num_drafts] += times
             self._by_accepted[num_accepted] += times
             self._lengths.add(num_tokens, times)
-            self._metrics.draft_tokens.add(num_drafts * times, drafter)
-            self._metrics.accepted_tokens.add(num_accepted * times, drafter)
+            self._metrics.draft_tokens.add(num_drafts * times, drafter, verification)
+            self._metrics.accepted_tokens.add(num_accepted * times, drafter, verification)
             tokens.add(num_accepted * times, "accepted")
         # Without the target's own token where the sequence ended at an accepted one.
         if num_tokens > num_accepted:

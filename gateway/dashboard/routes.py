@@ -25,6 +25,7 @@ from gateway.http.errors import ApiError, from_exception
 from gateway.http.host import check_host
 from gateway.http.request_body import parse_body, read_body
 from gateway.trace_sampler import WATCHED
+from outrider.protocol.verification import Verification
 from outrider.service.telemetry import Telemetry
 from outrider.v1 import common_pb2, generation_pb2
 
@@ -215,6 +216,7 @@ def _line(event: Event) -> bytes:
                     "num_steps": speculation.num_steps,
                     "num_draft_tokens": speculation.num_draft_tokens,
                     "num_accepted_tokens": speculation.num_accepted_tokens,
+                    "verification": Verification.from_message(speculation.verification),
                     "fallbacks": [
                         common_pb2.FallbackReason.Name(fallback.reason).removeprefix("FALLBACK_REASON_")
                         for fallback in speculation.fallbacks

@@ -37,6 +37,7 @@ def summary(trace: Trace) -> Json | None:
         "num_prompt_tokens": attributes.get("gen_ai.usage.input_tokens", 0),
         "num_output_tokens": attributes.get("gen_ai.usage.output_tokens", 0),
         "time_to_first_token_seconds": attributes.get("outrider.time_to_first_token_seconds"),
+        "verification": attributes.get("outrider.verification"),
         "acceptance_rate": attributes.get("outrider.acceptance_rate"),
         "mean_acceptance_length": attributes.get("outrider.mean_acceptance_length"),
         "client_wait_seconds": attributes.get("outrider.client_wait_seconds"),

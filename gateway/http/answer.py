@@ -11,6 +11,7 @@ from typing import Any
 from gateway.http.errors import api_name
 from gateway.http.logprobs import TokenNames, chat_logprobs, completion_logprobs
 from gateway.request_trace import FINISH_REASONS
+from outrider.protocol.verification import Verification
 from outrider.v1 import common_pb2, generation_pb2
 
 
@@ -223,6 +224,7 @@ def _report(started: generation_pb2.Started, finished: generation_pb2.Finished) 
             {"field": api_name(adjustment.field), "detail": adjustment.detail} for adjustment in started.adjustments
         ],
         "speculation": {
+            "verification": Verification.from_message(speculation.verification),
             "steps": speculation.num_steps,
             "drafted": speculation.num_draft_tokens,
             "accepted": speculation.num_accepted_tokens,

@@ -12,8 +12,9 @@ from gateway.http.unsupported import refuse
 from gateway.served_model import ServedModel
 from gateway.validation import check_options, check_request
 from outrider.protocol.errors import InvalidArgumentError
+from outrider.protocol.verification import Verification
 from outrider.protocol.violations import Violations
-from outrider.v1 import common_pb2, generation_pb2
+from outrider.v1 import generation_pb2
 
 # Completions that one HTTP request may ask for, over all its prompts.
 MAX_CHOICES = 128
@@ -21,12 +22,6 @@ _SEEDS = 1 << 64
 
 # Ranges that mean something are checked with the request itself, for every front alike: this is what a message holds.
 UInt32 = Annotated[int, Field(ge=0, lt=1 << 32)]
-
-_VERIFICATIONS = {
-    None: common_pb2.VERIFICATION_UNSPECIFIED,
-    "greedy": common_pb2.VERIFICATION_GREEDY,
-    "rejection": common_pb2.VERIFICATION_REJECTION,
-}
 
 
 def listed(value: Any) -> Any:
@@ -104,7 +99,7 @@ class CommonRequest(RequestModel):
     # Ours.
     speculation: bool | None = None
     max_draft_tokens: UInt32 | None = None
-    verification: Literal["greedy", "rejection"] | None = None
+    verification: Literal["greedy", "rejection", "coupled"] | None = None
     return_tokens: bool | None = None
 
     # Change nothing here: notes for the provider's own books, and hints for speed.
@@ -201,7 +196,8 @@ class CommonRequest(RequestModel):
             speculation.mode = generation_pb2.SPECULATION_MODE_OFF
         if self.max_draft_tokens is not None:
             speculation.max_draft_tokens = self.max_draft_tokens
-        speculation.verification = _VERIFICATIONS[self.verification]
+        if self.verification is not None:
+            speculation.verification = Verification(self.verification).to_message()
         self._set_text_options(request)
         return request
 

@@ -51,6 +51,12 @@ ACCEPTANCE = Row(
             [Query(share(rate(ACCEPTED, "drafter"), rate(DRAFTED, "drafter")), "{{drafter}}")],
             unit="percentunit",
         ),
+        Panel(
+            "Acceptance by rule",
+            "Of greedy, rejection and coupled verification: coupling accepts a little less than rejection.",
+            [Query(share(rate(ACCEPTED, "verification"), rate(DRAFTED, "verification")), "{{verification}}")],
+            unit="percentunit",
+        ),
     ),
 )
 

@@ -30,7 +30,7 @@ class SamplingParameters:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    seed: int = 0
+    seed: int = field(default=0, repr=False)  # a secret: nothing that shows the parameters shows it
 
     @property
     def is_greedy(self) -> bool:

@@ -85,6 +85,8 @@ async def test_a_seed_gives_the_same_over_both_fronts(fronts: Fronts, client: As
     assert token_ids(choice) == expected.token_ids
     assert choice.finish_reason == "length"
     assert choice.outrider["seed"] == 7
+    # A seed asks for output that can be had again.
+    assert choice.outrider["speculation"]["verification"] == expected.speculation.verification == "coupled"
     assert (got.object, got.model) == ("text_completion", "target")
     assert got.usage is not None
     assert got.usage.prompt_tokens == expected.usage.num_prompt_tokens
@@ -94,10 +96,12 @@ async def test_a_seed_gives_the_same_over_both_fronts(fronts: Fronts, client: As
     assert got.usage.completion_tokens_details.accepted_prediction_tokens > 0
     origins = [token["origin"] for token in choice.tokens]
     assert {"ACCEPTED", "RECOVERED"} <= set(origins)
+    extra["verification"] = "rejection"
     other = await client.completions.create(
         model="target", prompt=PROMPT, **{**options, "seed": 8}, logit_bias={"11": -3}, extra_body=extra
     )
     assert other.choices[0].text != choice.text
+    assert other.choices[0].outrider["speculation"]["verification"] == "rejection"  # type: ignore[attr-defined]
 
 
 async def test_logprobs_are_those_of_grpc(fronts: Fronts, client: AsyncOpenAI) -> None:

@@ -13,7 +13,7 @@ import pytest_asyncio
 import torch
 from scipy import stats
 
-from outrider.client import AsyncClient
+from outrider.client import AsyncClient, Verification
 from outrider.completion import Completion, TokenOrigin
 from outrider.local import LocalCluster, Options
 from tests.end_to_end.conftest import load_model
@@ -65,6 +65,7 @@ class Case:
     options: dict[str, float]
     before: Shape | None = None  # penalties come before the temperature
     after: Shape | None = None  # filters behind it
+    verification: Verification = Verification.REJECTION
 
 
 CASES = {
@@ -75,6 +76,15 @@ CASES = {
         Case("top-k", 1.0, {"top_k": 5}, after=top_k(5)),
         Case("top-p", 0.9, {"top_p": 0.8}, after=top_p(0.8)),
         Case("penalties", 1.0, {"presence_penalty": 1.5, "repetition_penalty": 1.5}, before=presence(1.5, 1.5)),
+        Case("coupled", 1.0, {}, verification=Verification.COUPLED),
+        Case(
+            "coupled, penalties, top-p",
+            0.9,
+            {"presence_penalty": 1.5, "repetition_penalty": 1.5, "top_p": 0.8},
+            before=presence(1.5, 1.5),
+            after=top_p(0.8),
+            verification=Verification.COUPLED,
+        ),
     )
 }
 # What was asked for, and a mistake that the services might have made of it.
@@ -87,6 +97,8 @@ MISTAKES = [
     ("top-p", Case("no temperature", 1.0, {}, after=top_p(0.8))),
     ("penalties", Case("no presence penalty", 1.0, {}, before=presence(0.0, 1.5))),
     ("penalties", Case("no repetition penalty", 1.0, {}, before=presence(1.5, 1.0))),
+    ("coupled", Case("another temperature", 0.85, {})),
+    ("coupled, penalties, top-p", Case("no penalties", 0.9, {}, after=top_p(0.8))),
 ]
 
 
@@ -153,6 +165,7 @@ async def sample(client: AsyncClient, case: Case, seed: int) -> list[Completion]
                 temperature=case.temperature,
                 seed=seed + index,
                 max_draft_tokens=3,
+                verification=case.verification,
                 **case.options,  # type: ignore[arg-type]
             )
 
@@ -160,7 +173,11 @@ async def sample(client: AsyncClient, case: Case, seed: int) -> list[Completion]
 
 
 def tiny_cluster(
-    tiny_pair: tuple[Path, Path], log_directory: Path, *, max_draft_tokens: int | None = None
+    tiny_pair: tuple[Path, Path],
+    log_directory: Path,
+    *,
+    max_draft_tokens: int | None = None,
+    log_level: str = "WARNING",
 ) -> LocalCluster:
     """The three services with a pair small enough to go through all that it could say."""
     target, draft = tiny_pair
@@ -172,7 +189,7 @@ def tiny_cluster(
             dtype="float32",
             max_draft_tokens=max_draft_tokens,
             log_directory=log_directory,
-            log_level="WARNING",
+            log_level=log_level,
             verifier_flags=VERIFIER_FLAGS,
             drafter_flags=DRAFTER_FLAGS,
         )
@@ -210,7 +227,8 @@ def held_against(pair: tuple[Path, Path], case: Case, completions: Sequence[Comp
 def test_tokens_are_distributed_as_the_target_alone_would(
     tiny_pair: tuple[Path, Path], samples: dict[str, list[Completion]], name: str
 ) -> None:
-    """Catches any error in q, in the acceptance test, in the residual and in the parameters on their way.
+    """Catches any error in q, in the acceptance test, in the residual, in the coupled draw and in the parameters on
+    their way.
 
     Noise that drafting shares with recovering shows only in many samples of one context, as tests/services takes them.
     """
@@ -218,6 +236,7 @@ def test_tokens_are_distributed_as_the_target_alone_would(
     # Without rejections and full acceptances the statistic would prove nothing.
     assert origins[TokenOrigin.RECOVERED] > NUM_REQUESTS
     assert origins[TokenOrigin.BONUS] > NUM_REQUESTS / 5
+    assert {completion.speculation.verification for completion in samples[name]} == {CASES[name].verification}
     found = held_against(tiny_pair, CASES[name], samples[name])
     assert {statistic: p for statistic, p in found.items() if p < SIGNIFICANCE} == {}
 
@@ -232,15 +251,19 @@ def test_the_statistic_sees_a_mistake(
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_the_same_seed_gives_the_same_tokens_in_any_company(cluster: LocalCluster) -> None:
-    """Catches random numbers that depend on the batch, the slot or the time."""
+    """Catches random numbers that depend on the batch, the slot or the time, or on what was drafted."""
     async with AsyncClient(cluster.address) as client:
 
-        async def generate(seed: int, prompt: list[int]) -> tuple[int, ...]:
-            completion = await client.generate(token_ids=prompt, max_tokens=60, temperature=1.0, seed=seed)
-            assert completion.speculation.num_accepted_tokens > 0
+        async def generate(seed: int, prompt: list[int], *, speculation: bool = True) -> tuple[int, ...]:
+            completion = await client.generate(
+                token_ids=prompt, max_tokens=60, temperature=1.0, seed=seed, speculation=speculation
+            )
+            assert (completion.speculation.num_accepted_tokens > 0) == speculation
+            assert completion.speculation.verification is Verification.COUPLED
             return completion.token_ids
 
         alone = [await generate(seed, PROMPT) for seed in (11, 12, 13)]
+        assert alone == [await generate(seed, PROMPT, speculation=False) for seed in (11, 12, 13)]
         for seed, expected in zip((11, 12, 13), alone, strict=True):
             others = [generate(100 + index, PROMPT[: 1 + index % 5]) for index in range(8)]
             together = await asyncio.gather(generate(seed, PROMPT), *others)

@@ -17,6 +17,7 @@ from tests.end_to_end.test_sampling import tiny_cluster
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 CLIENT_SPAN = "b7ad6b7169203331"
+SEED = 8_241_905_773_310
 
 
 class Receiver(trace_service_pb2_grpc.TraceServiceServicer):
@@ -43,7 +44,8 @@ def attributes(span: Any) -> dict[str, Any]:
 async def test_one_trace_from_client_to_drafter(
     tiny_pair: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Catches a service that drops the context, a span without its parent, and an exporter that never flushes."""
+    """Catches a service that drops the context, a span without its parent, an exporter that never flushes, and a seed
+    where others than the client can read it."""
     receiver = Receiver()
     server = grpc.server(ThreadPoolExecutor(2))
     trace_service_pb2_grpc.add_TraceServiceServicer_to_server(receiver, server)  # type: ignore[no-untyped-call]
@@ -52,12 +54,12 @@ async def test_one_trace_from_client_to_drafter(
     monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{port}")
     request = generation_pb2.GenerateRequest(
         token_ids=generation_pb2.TokenIds(ids=[3, 1, 4]),
-        sampling=common_pb2.SamplingParameters(temperature=1.0, seed=5),
+        sampling=common_pb2.SamplingParameters(temperature=1.0, seed=SEED),
         # Both contexts are 256 tokens long: the drafter is outgrown a proposal before the end.
         stopping=generation_pb2.StoppingParameters(max_tokens=253),
         speculation=generation_pb2.SpeculationParameters(max_draft_tokens=16),
     )
-    cluster = tiny_cluster(tiny_pair, tmp_path, max_draft_tokens=16)
+    cluster = tiny_cluster(tiny_pair, tmp_path, max_draft_tokens=16, log_level="DEBUG")
     async with cluster, grpc.aio.insecure_channel(cluster.address) as channel:
         call = generation_pb2_grpc.GenerationServiceStub(channel).Generate(
             request, metadata=(("traceparent", f"00-{TRACE_ID}-{CLIENT_SPAN}-01"),)
@@ -100,3 +102,8 @@ async def test_one_trace_from_client_to_drafter(
     assert fallbacks[0]["outrider.fallback.position"] == finished.speculation.fallbacks[0].position
     addresses = {attributes(span)["outrider.drafter.address"] for span in (completion, decode)}
     assert addresses == {cluster.drafter.address}
+    assert {attributes(span)["outrider.verification"] for span in (completion, decode)} == {"coupled"}
+    logs = [path.read_text() for path in tmp_path.glob("*.log")]
+    assert len(logs) == 3
+    assert all("DEBUG" in log for log in logs)
+    assert str(SEED) not in "".join([*logs, *(str(span) for _, span in receiver.spans)])

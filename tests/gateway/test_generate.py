@@ -77,7 +77,11 @@ async def test_text_in_text_out(verifier: FakeVerifier) -> None:
 
 
 async def test_everything_of_the_request_reaches_the_verifier(verifier: FakeVerifier, tokenizer: Tokenizer) -> None:
-    verifier.script = steps_of([5], LENGTH)
+    def script(message: verifier_pb2.OpenDecoding) -> list[verifier_pb2.SequenceUpdate]:
+        rule = common_pb2.VERIFICATION_REJECTION
+        return [update(message.sequence_id, [4], verification=rule), update(message.sequence_id, [5], finish=LENGTH)]
+
+    verifier.script = script
     async with running_gateway(verifier, tokenizer=tokenizer) as running:
         sampling = common_pb2.SamplingParameters(temperature=0.5, top_k=7, logit_bias={3: -1.0}, seed=0)
         completion = await complete(
@@ -92,11 +96,13 @@ async def test_everything_of_the_request_reaches_the_verifier(verifier: FakeVeri
         )
         message = await verifier.next_open()
     assert message.sampling == sampling  # a seed of 0 is a seed
+    assert message.is_seeded
     assert completion.started.seed == 0
     assert prompt_of(message) == [7, 8, 9]
     assert (message.max_tokens, list(message.stop_token_ids), message.ignore_eos) == (11, [4, 5], True)
     assert (message.max_draft_tokens, message.verification) == (6, common_pb2.VERIFICATION_REJECTION)
     assert message.HasField("logprobs")
+    assert completion.finished.speculation.verification == common_pb2.VERIFICATION_REJECTION
 
 
 async def test_defaults_draw_a_seed_and_an_id(verifier: FakeVerifier) -> None:
@@ -107,6 +113,8 @@ async def test_defaults_draw_a_seed_and_an_id(verifier: FakeVerifier) -> None:
         opened = [await verifier.next_open(), await verifier.next_open()]
     assert first.started.seed != second.started.seed
     assert [message.sampling.seed for message in opened] == [first.started.seed, second.started.seed]
+    # Which rule holds then is the verifier's to say.
+    assert {(message.is_seeded, message.verification) for message in opened} == {(False, 0)}
     assert len(first.started.request_id) == 32
     assert first.started.request_id != second.started.request_id
     assert not opened[0].HasField("logprobs")

@@ -31,6 +31,7 @@ from tests.gateway.fake_verifier import (
 
 LENGTH = generation_pb2.FINISH_REASON_LENGTH
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+SEED = 123456789
 PARENT = f"00-{TRACE_ID}-b7ad6b7169203331-01"
 REQUEST = generation_pb2.GenerateRequest(token_ids=token_ids(1))
 
@@ -57,7 +58,13 @@ async def only_span(exporter: InMemorySpanExporter) -> ReadableSpan:
 def script(message: verifier_pb2.OpenDecoding) -> list[verifier_pb2.SequenceUpdate]:
     fallback = common_pb2.Fallback(reason=common_pb2.FALLBACK_REASON_DRAFTER_LOST, position=4)
     return [
-        update(message.sequence_id, [70, 71, 72], drafted=4, accepted=2),
+        update(
+            message.sequence_id,
+            [70, 71, 72],
+            drafted=4,
+            accepted=2,
+            verification=common_pb2.VERIFICATION_COUPLED,
+        ),
         update(message.sequence_id, [73], finish=LENGTH, fallbacks=[fallback]),
     ]
 
@@ -70,7 +77,7 @@ async def test_span_of_a_completed_request(
         request = generation_pb2.GenerateRequest(
             prompt="The fox",
             request_id="r-1",
-            sampling=common_pb2.SamplingParameters(temperature=0.7, top_p=0.9, top_k=5, seed=12),
+            sampling=common_pb2.SamplingParameters(temperature=0.7, top_p=0.9, top_k=5, seed=SEED),
             stopping=generation_pb2.StoppingParameters(max_tokens=4, stop=["never"]),
         )
         call = running.stub.Generate(request, metadata=(("traceparent", PARENT),))
@@ -92,7 +99,6 @@ async def test_span_of_a_completed_request(
         "gen_ai.request.temperature": 0.7,
         "gen_ai.request.top_p": 0.9,
         "gen_ai.request.top_k": 5,
-        "gen_ai.request.seed": 12,
         "gen_ai.request.max_tokens": 4,
         "gen_ai.request.stop_sequences": ("never",),
         "gen_ai.response.id": "r-1",
@@ -104,6 +110,7 @@ async def test_span_of_a_completed_request(
         "rpc.method": "outrider.v1.GenerationService/Generate",
         "rpc.response.status_code": "OK",
         "outrider.verifier.address": verifier.address,
+        "outrider.verification": "coupled",
         "outrider.num_steps": 2,
         "outrider.num_draft_tokens": 4,
         "outrider.num_accepted_tokens": 2,
@@ -113,6 +120,7 @@ async def test_span_of_a_completed_request(
     }
     assert {key: attributes.get(key) for key in expected} == expected
     assert "error.type" not in attributes
+    assert SEED not in attributes.values(), "it would let others predict and repeat the output"
     assert span.status.status_code is StatusCode.UNSET
     routed, first_token, event = span.events
     assert routed.name == "outrider.routed"

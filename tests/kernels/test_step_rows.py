@@ -35,6 +35,7 @@ def make_state(num_slots: int, max_blocks: int, seed: int = 0) -> SlotState:
         top_k=integers(0, 50, num_slots).int(),
         top_p=torch.rand(num_slots, generator=random),
         min_p=torch.rand(num_slots, generator=random),
+        is_coupled=integers(0, 2, num_slots).int(),
         block_tables=integers(0, 10_000, num_slots, max_blocks).int(),
     )
 
@@ -107,6 +108,7 @@ def test_a_step_by_hand() -> None:
     assert rows.context_lens.tolist() == [20, 17, 0]
     assert rows.sample_positions.tolist() == [18, 16, 0]
     assert rows.seeds.tolist() == state.seeds[[2, 0, 3]].tolist()
+    assert rows.is_coupled.tolist() == state.is_coupled[[2, 0, 3]].tolist()
 
     results = torch.full((3, 5), 77, dtype=torch.int32)
     accepted = torch.tensor([1, 0, 0], dtype=torch.int32)

@@ -46,6 +46,7 @@ def finished() -> generation_pb2.GenerateResponse:
                 num_draft_tokens=6,
                 num_accepted_tokens=3,
                 num_accepted_per_position=[2, 1, 0],
+                verification=common_pb2.VERIFICATION_COUPLED,
                 fallbacks=[
                     common_pb2.Fallback(reason=common_pb2.FALLBACK_REASON_DRAFTER_MAX_LENGTH, position=6),
                 ],

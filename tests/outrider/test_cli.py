@@ -70,7 +70,7 @@ class TestGenerate:
     async def test_flags_arrive_in_the_request(self, gateway: FakeGateway) -> None:
         flags = (
             "--max-tokens 7 --temperature 0.5 --top-k 3 --top-p 0.9 --min-p 0.1 --seed 5 --stop A --stop B "
-            "--stop-token-id 4 --ignore-eos --no-speculation --max-draft-tokens 2 --verification rejection "
+            "--stop-token-id 4 --ignore-eos --no-speculation --max-draft-tokens 2 --verification coupled "
             "--repetition-penalty 1.5 --presence-penalty 0.5 --frequency-penalty -0.5 --request-id me --json "
             "--logprobs 2"
         )
@@ -87,7 +87,7 @@ class TestGenerate:
         assert request.speculation == generation_pb2.SpeculationParameters(
             mode=generation_pb2.SPECULATION_MODE_OFF,
             max_draft_tokens=2,
-            verification=common_pb2.VERIFICATION_REJECTION,
+            verification=common_pb2.VERIFICATION_COUPLED,
         )
 
     @pytest.mark.parametrize("arguments", [(), ("-",)])
@@ -110,6 +110,7 @@ class TestGenerate:
             "stop_string": None,
             "usage": {"prompt_tokens": 3, "output_tokens": 5},
             "speculation": {
+                "verification": "coupled",
                 "steps": 2,
                 "drafted": 6,
                 "accepted": 3,
@@ -136,7 +137,7 @@ class TestGenerate:
         status, out, err = await run("generate", "--address", gateway.address, "--show-speculation", "tell")
         assert (status, out) == (0, TEXT + "\n")
         assert "recovered" in err
-        assert "3 of 6 draft tokens accepted (50%)" in err
+        assert "3 of 6 draft tokens accepted (50%, coupled verification)" in err
         assert "no drafter from position 6 on: DRAFTER_MAX_LENGTH" in err
 
     async def test_a_bad_request_is_exit_2(self, gateway: FakeGateway) -> None:
@@ -318,13 +319,22 @@ class TestDemoReport:
             (completion(1, 2, drafted=4, accepted=1, steps=2), True, 1, "no, from token 2 on"),
         ],
     )
-    def test_greedy_outputs_are_compared(
-        self, capsys: pytest.CaptureFixture[str], speculative: Completion, is_exact: bool, status: int, sentence: str
+    @pytest.mark.parametrize("name", ["greedy", "sampled"])
+    def test_outputs_with_and_without_drafts_are_compared(
+        self,
+        capsys: pytest.CaptureFixture[str],
+        name: str,
+        speculative: Completion,
+        is_exact: bool,
+        status: int,
+        sentence: str,
     ) -> None:
         plain = completion(1, 2, 3, drafted=0, accepted=0, steps=3)
-        runs = [[item] for item in (speculative, plain, speculative, plain)]
+        same = completion(1, 2, 3, drafted=4, accepted=1, steps=2)
+        pairs = [(speculative, plain), (same, plain)] if name == "greedy" else [(same, plain), (speculative, plain)]
+        runs = [[item] for pair in pairs for item in pair]
         assert demo.report(runs, is_exact=is_exact, console=Console()) == status
-        assert sentence in capsys.readouterr().out
+        assert f"same {name} output with and without speculation: {sentence}" in capsys.readouterr().out
 
     def test_a_run_without_drafts_fails(self, capsys: pytest.CaptureFixture[str]) -> None:
         plain = completion(1, 2, 3, drafted=0, accepted=0, steps=3)

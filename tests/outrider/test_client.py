@@ -28,6 +28,7 @@ from outrider.client import (
     Started,
     TokenOrigin,
     UnavailableError,
+    Verification,
 )
 from outrider.request import build_request
 from outrider.v1 import common_pb2, generation_pb2
@@ -67,6 +68,7 @@ class TestAsyncClient:
         assert completion.speculation.acceptance_rate == 0.5
         assert completion.speculation.num_accepted_per_position == (2, 1, 0)
         assert completion.speculation.fallbacks[0].reason is FallbackReason.DRAFTER_MAX_LENGTH
+        assert completion.speculation.verification is Verification.COUPLED
         assert completion.mean_acceptance_length == 2.5
         assert completion.tokens_per_second == pytest.approx(2.0)
 
@@ -309,7 +311,7 @@ class TestBuildRequest:
             ignore_eos=True,
             speculation=False,
             max_draft_tokens=4,
-            verification="rejection",
+            verification=Verification.COUPLED,
         )
         assert list(request.token_ids.ids) == [1, 2]
         assert request.sampling.logit_bias[5] == -1.0
@@ -318,7 +320,7 @@ class TestBuildRequest:
         assert request.stopping.ignore_eos
         assert request.speculation.mode == generation_pb2.SPECULATION_MODE_OFF
         assert request.speculation.max_draft_tokens == 4
-        assert request.speculation.verification == common_pb2.VERIFICATION_REJECTION
+        assert request.speculation.verification == common_pb2.VERIFICATION_COUPLED
 
     def test_no_prompt_is_left_for_the_gateway_to_refuse(self) -> None:
         assert build_request(None, None).WhichOneof("input") is None

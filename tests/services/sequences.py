@@ -11,7 +11,7 @@ import numpy as np
 from engine.draft_tokens import DraftRows, DraftTokens
 from engine.step import Pass, Row, Sampled
 from outrider.protocol.sampling_parameters import SamplingParameters
-from outrider.v1 import common_pb2
+from outrider.protocol.verification import Verification
 from verifier_service.sequence import TargetSequence
 from verifier_service.speculation import LinkKey, Speculation
 
@@ -53,7 +53,7 @@ def target_sequence(
         "stop_token_ids": frozenset[int](),
         "num_logprobs": None,
         "max_draft_tokens": 4,
-        "verification": common_pb2.VERIFICATION_UNSPECIFIED,
+        "verification": Verification.GREEDY,
         "speculation": Speculation(drafter),
         "traceparent": "",
         "request_id": f"request {number}",

@@ -86,6 +86,7 @@ class Case:
 
     name: str
     sampling: dict[str, Any] = field(hash=False)
+    rule: common_pb2.Verification = common_pb2.VERIFICATION_REJECTION
     before: Shape | None = None
     after: Shape | None = None
 
@@ -100,6 +101,7 @@ PENALTIES = Case(
     {"temperature": 1.0, "repetition_penalty": 1.3, "presence_penalty": 0.8},
     before=penalize(1.3, 0.8),
 )
+COUPLED = replace(WHOLE, name="coupled", rule=common_pb2.VERIFICATION_COUPLED)
 CASES = [
     WHOLE,
     Case("temperature 0.7", {"temperature": 0.7}),
@@ -107,6 +109,14 @@ CASES = [
     Case("top-p", {"temperature": 0.9, "top_p": 0.8}, after=keep_top_p(0.8)),
     Case("min-p", {"temperature": 1.3, "min_p": 0.1}, after=keep_min_p(0.1)),
     PENALTIES,
+    COUPLED,
+    Case(
+        "coupled, penalties, top-p",
+        {"temperature": 0.9, "repetition_penalty": 1.3, "presence_penalty": 0.8, "top_p": 0.8},
+        rule=common_pb2.VERIFICATION_COUPLED,
+        before=penalize(1.3, 0.8),
+        after=keep_top_p(0.8),
+    ),
 ]
 
 
@@ -170,6 +180,7 @@ async def sample(client: DecodeClient, drafter: str, case: Case, first_seed: int
                 max_draft_tokens=3,
                 seed=first_seed + index,
                 sampling=case.sampling,
+                verification=case.rule,
                 **fields,
             )
             for index in range(NUM_SEQUENCES)
@@ -227,7 +238,7 @@ async def test_a_verifier_that_takes_fewer_candidates_changes_nothing(narrow_pai
 
 @pytest.mark.slow
 async def test_certain_draft_tokens_leave_the_distribution_alone(narrow_pair: Pair) -> None:
-    """Catches a one-hot q whose residual still holds the rejected token."""
+    """Catches a one-hot q whose residual still holds the rejected token, and a coupled token that leans to the draft."""
     target, _ = narrow_pair
     by_token: Counter[int] = Counter()
     for tokens, probability in continuations(target, WHOLE).items():
@@ -243,7 +254,7 @@ async def test_certain_draft_tokens_leave_the_distribution_alone(narrow_pair: Pa
         sampling_client(target, drafter.address) as client,
     ):
         found: dict[str, float] = {}
-        for number, case in enumerate((WHOLE, PENALTIES)):
+        for number, case in enumerate((WHOLE, PENALTIES, COUPLED)):
             results = await sample(client, drafter.address, case, first_seed=7_000_000 + 1_000_000 * number)
             origins = Counter(origin for result in results for origin in result.origins)
             assert origins[common_pb2.TOKEN_ORIGIN_ACCEPTED] > NUM_SEQUENCES / 20, origins

@@ -57,6 +57,7 @@ BAD: list[tuple[str, dict[str, Any]]] = [
     ("logprobs", {"logprobs": 21}),
     ("verification", {"verification": 99}),
     ("verification", {"verification": common_pb2.VERIFICATION_GREEDY, "sampling__temperature": 0.5}),
+    ("verification", {"verification": common_pb2.VERIFICATION_GREEDY, "sampling__temperature": 1.0, "is_seeded": True}),
     ("no_drafter_reason", {"no_drafter_reason": 99}),
     ("sampling.seed", {"sampling__seed": None}),
     ("sampling.temperature", {"sampling__temperature": -1.0}),

@@ -102,10 +102,13 @@ def draft_sequences() -> list[DraftSequence]:
             num_prompt_tokens=1,
             sampling=sampling,
             max_draft_tokens=1 + index % 4,
-            wants_candidates=not sampling.is_greedy,
-            max_candidates=(16, 16, 3, 5, 64)[index],
+            wants_candidates=not sampling.is_greedy and not is_coupled,
+            max_candidates=(16, 16, 3, 5, 64)[index % 5],
+            is_coupled=is_coupled,
         )
-        for index, sampling in enumerate(SAMPLING)
+        for index, (sampling, is_coupled) in enumerate(
+            [(sampling, False) for sampling in SAMPLING] + [(sampling, True) for sampling in SAMPLING[1:]]
+        )
     ]
 
 

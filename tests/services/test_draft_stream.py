@@ -98,6 +98,7 @@ def opening(sequence_id: int = 1, tokens: list[int] = PROMPT, **fields: Any) -> 
         "token_ids": pack_tokens(tokens),
         "num_prompt_tokens": len(tokens),
         "sampling": common_pb2.SamplingParameters(temperature=0.0, seed=1),
+        "verification": common_pb2.VERIFICATION_REJECTION,
         "max_draft_tokens": 4,
     }
     return drafter_pb2.OpenSequence(sequence_id=sequence_id, **(defaults | fields))
@@ -152,6 +153,26 @@ async def test_the_distribution_that_was_sampled_from_travels_with_the_tokens(pa
         assert ((ids == tokens[:, None]) & (weights > 0)).any(axis=1).all()
         await verifier.send(opens=[opening(2, sampling=sampling, verification=common_pb2.VERIFICATION_GREEDY)])
         assert (await verifier.proposal()).candidate_ids == b"", "nobody would look at them"
+
+
+async def test_a_coupled_sequence_is_drafted_by_ids_alone(pair: Pair) -> None:
+    """Catches candidates that nobody reads, and a rule that is taken for another without a word."""
+    _, draft = pair
+    sampling = common_pb2.SamplingParameters(temperature=1.0, seed=3)
+    async with running_drafter(drafter_settings(model=draft)) as drafter, verifier_end(drafter.address) as verifier:
+        found = []
+        for number, rule in enumerate((common_pb2.VERIFICATION_COUPLED, common_pb2.VERIFICATION_COUPLED), 1):
+            await verifier.send(opens=[opening(number, sampling=sampling, verification=rule)])
+            proposal = await verifier.proposal()
+            assert proposal.candidate_ids == proposal.candidate_weights == b""
+            found.append(unpack_tokens(proposal.token_ids))
+        # Not the most likely ones, and the same each time.
+        assert found[0] == found[1] != greedy(draft, PROMPT, 4)
+        for number, rule in enumerate((common_pb2.VERIFICATION_UNSPECIFIED, 77), 3):
+            await verifier.send(opens=[opening(number, verification=rule)])
+            refusal = (await verifier.frame()).no_proposals[0]
+            assert (refusal.sequence_id, refusal.reason) == (number, drafter_pb2.NO_PROPOSAL_REASON_BAD_MESSAGE)
+            assert "open.verification" in refusal.detail
 
 
 @pytest.mark.parametrize("most", [1, 3, 8, 9, 20])

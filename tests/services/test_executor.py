@@ -5,6 +5,7 @@ Without a GPU the graphs' work runs unrecorded, which covers its layout and padd
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -53,6 +54,11 @@ class Decoding:
     blocks: BlockTable = field(default_factory=BlockTable)
     history: TokenHistory | None = None
     num_logprobs: int | None = None
+    is_coupled: bool = False
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
 
     def row(self, drafts: DraftTokens = NO_DRAFT_TOKENS) -> Row:
         return Row(
@@ -62,6 +68,7 @@ class Decoding:
             start=len(self.token_ids) - 1,
             token_ids=self.token_ids[-1:],
             drafts=drafts,
+            is_coupled=self.is_coupled,
             num_logprobs=self.num_logprobs,
             history=self.history,
         )
@@ -111,6 +118,13 @@ def extend(sequences: Sequence[Decoding], found: Sequence[Sampled | None]) -> No
         sequence.token_ids += sampled.token_ids
 
 
+def commit(sequence: Decoding, sampled: Sampled | None) -> None:
+    assert sampled is not None
+    sequence.token_ids += sampled.token_ids
+    if sequence.history is not None:
+        sequence.history.append(sampled.token_ids)
+
+
 def random_draft(generator: np.random.Generator, num_tokens: int, num_candidates: int) -> DraftTokens:
     """Draft tokens with a uniform q over some candidates, or none at all."""
     if num_candidates == 0:
@@ -145,7 +159,7 @@ def test_a_graph_samples_what_an_eager_pass_does(
         rig = Rig(model, has_graphs=has_graphs, max_rows=max_rows)
         generator = np.random.default_rng(len(num_drafts) + num_candidates)
         rows = [
-            rig.sequence(SAMPLING[index], 1 + 13 * index, seed=index).row(
+            rig.sequence(SAMPLING[index], 1 + 13 * index, seed=index, is_coupled=(index + max_rows) % 2 > 0).row(
                 random_draft(generator, count, num_candidates) if count else NO_DRAFT_TOKENS
             )
             for index, count in enumerate(num_drafts)
@@ -164,7 +178,9 @@ def test_what_slots_keep_from_step_to_step_is_still_good(model: Path) -> None:
     outcomes: list[list[Sampled | None]] = [[], []]
     for number, rig in enumerate(rigs):
         generator = np.random.default_rng(5)
-        sequences = [rig.sequence(SAMPLING[index], 10 + 3 * index, seed=index) for index in range(5)]
+        sequences = [
+            rig.sequence(SAMPLING[index], 10 + 3 * index, seed=index, is_coupled=index < 3) for index in range(5)
+        ]
         frame = DraftRows(
             generator.integers(0, 8, 20).astype(np.int32),  # each one of its own candidates
             np.tile(np.arange(8, dtype=np.int32), (20, 1)),
@@ -187,8 +203,49 @@ def test_what_slots_keep_from_step_to_step_is_still_good(model: Path) -> None:
                 gone = int(generator.integers(0, 5))
                 rig.manager.free(sequences[gone].blocks)
                 rig.pool.give_back(sequences[gone].slot)
-                sequences[gone] = rig.sequence(SAMPLING[step % 5], 20 + step, seed=100 + step)
+                sequences[gone] = rig.sequence(SAMPLING[step % 5], 20 + step, seed=100 + step, is_coupled=step % 2 > 0)
     assert_same(outcomes[1], outcomes[0])
+
+
+@pytest.mark.parametrize("has_graphs", [False, True])
+def test_coupled_drafts_are_accepted_while_they_are_what_comes_without(model: Path, has_graphs: bool) -> None:
+    """Catches a rule that does not reach the device, or reaches a neighbour; a token that depends on who was tested;
+    and a prompt's own token, or a penalised one, that is drawn in another way."""
+    samplings = [*SAMPLING, PENALIZED, replace(PENALIZED, logit_bias={7: 3.0}, top_k=30)]
+    num_tokens, generator = 12, np.random.default_rng(1)
+    rig = Rig(model, has_graphs=has_graphs)
+    expected = []
+    for number, sampling in enumerate(samplings):
+        sequence = rig.sequence(sampling, 9 + number, seed=number)
+        for _ in range(num_tokens + 5):
+            commit(sequence, *rig.run([sequence.row()]))
+        expected.append(sequence.token_ids[9 + number :])
+    assert len(set(map(tuple, expected))) == len(samplings)
+    rig = Rig(model, has_graphs=has_graphs)
+    counts: Counter[int] = Counter()
+    decoding = []
+    for number, (sampling, tokens) in enumerate(zip(samplings, expected, strict=True)):
+        sequence = rig.sequence(sampling, 9 + number, seed=number, is_coupled=True)
+        prompt = replace(sequence.row(), start=0, token_ids=sequence.token_ids)
+        commit(sequence, *rig.run([prompt]))
+        decoding.append((sequence, tokens))
+    while decoding:
+        rows, rights = [], []
+        for sequence, tokens in decoding:
+            drafts = tokens[sequence.num_outputs :][: generator.integers(0, 5)]
+            if drafts and (right := int(generator.integers(0, len(drafts) + 1))) < len(drafts):
+                drafts[right] = (drafts[right] + int(generator.integers(1, VOCABULARY))) % VOCABULARY
+            ids = np.array(drafts, np.int32)
+            none = np.empty((len(drafts), 0), np.int32)
+            rows.append(sequence.row(DraftTokens(drafts, DraftRows(ids, none, none)) if drafts else NO_DRAFT_TOKENS))
+            rights.append(right if drafts else 0)
+        for (sequence, tokens), right, sampled in zip(decoding, rights, rig.run(rows), strict=True):
+            assert sampled is not None
+            assert (sampled.num_accepted, sampled.token_ids) == (right, tokens[sequence.num_outputs :][: right + 1])
+            commit(sequence, sampled)
+            counts[right] += 1
+        decoding = [(sequence, tokens) for sequence, tokens in decoding if sequence.num_outputs < num_tokens]
+    assert set(counts) == {0, 1, 2, 3, 4}
 
 
 @pytest.mark.parametrize("has_drafts", [False, True])
@@ -205,8 +262,9 @@ def test_penalties_and_logprobs_come_from_the_graphs_pass(model: Path, has_draft
             (SAMPLING[4], {"num_logprobs": 0}),
             (replace(PENALIZED, logit_bias={7: 30.0}), {"num_logprobs": 2}),
         ]
+        fields += [(sampling, {**more, "is_coupled": True}) for sampling, more in fields[:2]]
         sequences = [rig.sequence(sampling, 9 + i, seed=i, **more) for i, (sampling, more) in enumerate(fields)]
-        counts = [2, 4, 0, 3, 1] if has_drafts else [0] * 5
+        counts = [2, 4, 0, 3, 1, 2, 3] if has_drafts else [0] * 7
         rows = [
             sequence.row(random_draft(generator, count, 8) if count else NO_DRAFT_TOKENS)
             for sequence, count in zip(sequences, counts, strict=True)
@@ -221,7 +279,15 @@ def test_penalties_and_logprobs_come_from_the_graphs_pass(model: Path, has_draft
                 sequence.token_ids += sampled.token_ids
             following = [replace(sequence.row(), history=None) for sequence in sequences]
         outcomes.append([*found, *rig.run(following)])
-        assert [len(sampled.logprobs) > 0 for sampled in found if sampled] == [False, False, True, True, True]
+        assert [len(sampled.logprobs) > 0 for sampled in found if sampled] == [
+            False,
+            False,
+            True,
+            True,
+            True,
+            False,
+            False,
+        ]
         assert found[4] is not None
         assert found[4].token_ids[-1] == 7
     assert_same(outcomes[1], outcomes[0])

@@ -173,6 +173,7 @@ def draft_opening(sequence_id: int, **fields: Any) -> drafter_pb2.OpenSequence:
         "token_ids": pack_tokens([1, 2, 3, 4]),
         "num_prompt_tokens": 4,
         "sampling": common_pb2.SamplingParameters(temperature=0.7, seed=5),
+        "verification": common_pb2.VERIFICATION_REJECTION,
         "max_draft_tokens": 4,
     }
     return drafter_pb2.OpenSequence(sequence_id=sequence_id, **{**defaults, **fields})

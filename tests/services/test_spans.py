@@ -87,6 +87,7 @@ async def test_one_trace_over_both_services(pair: Pair) -> None:
     assert decode.attributes["outrider.request_id"] == "request 1"
     assert decode.attributes["outrider.drafter.address"] == drafter.address
     assert decode.attributes["outrider.finish_reason"] == "LENGTH"
+    assert decode.attributes["outrider.verification"] == "greedy"
     assert decode.status.status_code is not StatusCode.ERROR
     assert all(parent_of(span) == id_of(decode) for span in spans if span is not decode)
 

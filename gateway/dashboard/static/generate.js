@@ -58,7 +58,7 @@ function summary(finished) {
   const parts = [`${finished.num_output_tokens} tokens in ${finished.num_steps} target steps`];
   if (finished.num_draft_tokens) {
     const share = Math.round((100 * finished.num_accepted_tokens) / finished.num_draft_tokens);
-    parts.push(`${finished.num_accepted_tokens} of ${finished.num_draft_tokens} draft tokens accepted (${share}%)`);
+    parts.push(`${finished.num_accepted_tokens} of ${finished.num_draft_tokens} draft tokens accepted (${share}%, ${finished.verification} verification)`);
   }
   parts.push(`first token after ${duration(finished.time_to_first_token_seconds)}`);
   parts.push(`${(finished.num_output_tokens / finished.total_seconds).toFixed(1)} tokens/s`);

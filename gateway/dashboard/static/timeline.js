@@ -175,7 +175,7 @@ function facts(trace) {
     `${trace.num_prompt_tokens} prompt tokens and ${trace.num_output_tokens} output tokens in ${duration(trace.seconds)}`,
     `first token after ${duration(trace.time_to_first_token_seconds)}`,
   ];
-  if (trace.acceptance_rate != null) parts.push(`${Math.round(100 * trace.acceptance_rate)}% of draft tokens accepted`);
+  if (trace.acceptance_rate != null) parts.push(`${Math.round(100 * trace.acceptance_rate)}% of draft tokens accepted, ${trace.verification} verification`);
   if (trace.mean_acceptance_length) parts.push(`${trace.mean_acceptance_length.toFixed(2)} tokens a step`);
   if (trace.client_wait_seconds > 0.05) parts.push(`${duration(trace.client_wait_seconds)} held up by the client`);
   parts.push(`trace ${trace.trace_id}`);
