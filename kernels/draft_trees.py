@@ -15,6 +15,7 @@ those of the positions before `prefix_lens` lie in its paged blocks.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -128,43 +129,53 @@ class TreePass:
     ranks: torch.Tensor  # [B, W] int32: among the parent's children
 
     @classmethod
-    def empty(cls, batch: int, width: int, max_expansions: int, device: torch.device) -> TreePass:
-        """Room for so much."""
+    def empty(
+        cls, batch: int, width: int, max_expansions: int, device: torch.device, **given: torch.Tensor
+    ) -> TreePass:
+        """Room for so much, beside what is `given` by name. Raises ValueError for more places than a miss may take."""
+        if not 1 <= width <= CHAIN_RESERVE:
+            raise ValueError(f"width is {width}, expected 1 to {CHAIN_RESERVE}")
 
         def room(dtype: torch.dtype, *shape: int) -> torch.Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         i32, i64, num_tokens = torch.int32, torch.int64, batch * width
-        return cls(
-            token_ids=room(i32, num_tokens),
-            positions=room(i64, num_tokens),
-            slot_mapping=room(i64, num_tokens),
-            sample_positions=room(i64, num_tokens),
-            is_ancestor=room(torch.bool, batch, width, max_expansions),
-            prefix_lens=room(i32, batch),
-            copy_sources=room(i64, batch * MAX_DEPTH),
-            copy_targets=room(i64, batch * MAX_DEPTH),
-            rows=room(i64, batch, width),
-            logps=room(torch.float32, batch, width),
-            lengths=room(i32, batch),
-            stand_positions=room(i32, batch),
-            num_new=room(i32, batch),
-            first_places=room(i32, batch),
-            num_told=room(i32, batch),
-            first_ids=room(i32, batch),
-            parents=room(i32, batch, width),
-            ranks=room(i32, batch, width),
-        )
+        shapes: dict[str, tuple[torch.dtype, *tuple[int, ...]]] = {
+            "token_ids": (i32, num_tokens),
+            "positions": (i64, num_tokens),
+            "slot_mapping": (i64, num_tokens),
+            "sample_positions": (i64, num_tokens),
+            "is_ancestor": (torch.bool, batch, width, max_expansions),
+            "prefix_lens": (i32, batch),
+            "copy_sources": (i64, batch * MAX_DEPTH),
+            "copy_targets": (i64, batch * MAX_DEPTH),
+            "rows": (i64, batch, width),
+            "logps": (torch.float32, batch, width),
+            "lengths": (i32, batch),
+            "stand_positions": (i32, batch),
+            "num_new": (i32, batch),
+            "first_places": (i32, batch),
+            "num_told": (i32, batch),
+            "first_ids": (i32, batch),
+            "parents": (i32, batch, width),
+            "ranks": (i32, batch, width),
+        }
+        return cls(**{name: given[name] if name in given else room(*shape) for name, shape in shapes.items()})
 
 
 @dataclass(frozen=True)
 class TreeLimits:
     """What holds for all trees of a model."""
 
-    min_logp: float  # children whose path, from where the tree stands, is less probable are not expanded
+    min_probability: float  # children whose path, from where the tree stands, is less probable are not expanded
     max_length: int  # positions from here on have no token
     area_start: int  # cache slot of the first node area
     block_size: int
+
+    @property
+    def min_logp(self) -> float:
+        """The logarithm of the least probability."""
+        return math.log(self.min_probability) if self.min_probability > 0 else -math.inf
 
 
 def advance_trees(

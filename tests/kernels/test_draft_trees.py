@@ -21,7 +21,7 @@ class History:
     """Sequences, their trees on the device and beside it, and a cache whose keys are paths."""
 
     def __init__(
-        self, seed: int, device: torch.device, *, ring_size: int, num_children: int, width: int, min_logp: float
+        self, seed: int, device: torch.device, *, ring_size: int, num_children: int, width: int, min_probability: float
     ) -> None:
         self.rng = random.Random(seed)
         self.seed = seed
@@ -30,7 +30,7 @@ class History:
         self.num_slots = 4
         self.state = TreeState.empty(self.num_slots, ring_size, num_children, device)
         area_start = self.num_slots * MAX_BLOCKS * BLOCK_SIZE
-        self.limits = TreeLimits(min_logp, MAX_BLOCKS * BLOCK_SIZE, area_start, BLOCK_SIZE)
+        self.limits = TreeLimits(min_probability, MAX_BLOCKS * BLOCK_SIZE, area_start, BLOCK_SIZE)
         tables = torch.arange(self.num_slots * MAX_BLOCKS, dtype=torch.int32).view(self.num_slots, -1)
         self.block_tables = torch.cat([tables, tables[:1]]).to(device)
         self.cache: list[Path | None] = [None] * (area_start + (self.num_slots + 1) * ring_size)
@@ -233,14 +233,13 @@ def test_trees_are_those_of_the_oracle(ring_size: int, num_children: int, width:
     that reads its cousins, and an expansion that overwrites what is still needed."""
     total: Counter[str] = Counter()
     for seed in range(3):
-        min_logp = float(np.log(min_probability)) if min_probability else -np.inf
         history = History(
             seed,
             torch.device("cpu"),
             ring_size=ring_size,
             num_children=num_children,
             width=width,
-            min_logp=min_logp,
+            min_probability=min_probability,
         )
         total += play(history, 120)
     for event in ("root", "child", "copied", "hidden"):
