@@ -1,4 +1,4 @@
-"""Drafts with a draft model: catch up with the target, then K forward passes, for all sequences at once."""
+"""Drafts with a draft model, in turns with the target: catch up with it, then K passes, for all sequences at once."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 
+import numpy as np
 import torch
 
+from drafter_service.chain_drafter import chains
 from drafter_service.draft_graph import MAX_CATCH_UP
-from drafter_service.drafter import Draft, NoDraft
+from drafter_service.drafter import Drafts, Expanded, NoDraft
 from drafter_service.executor import DraftExecutor
+from drafter_service.fairness import take_turns
 from drafter_service.sequence import DraftSequence
 from engine.block_manager import BlockManager
 from engine.cuda_graph import GraphPool
@@ -24,10 +27,14 @@ from kernels.limits import MAX_DRAFT_TOKENS
 from kernels.penalties import TokenHistory
 from outrider.protocol.fingerprint import TokenizerDigest
 from outrider.protocol.handshake import DraftLimits
+from outrider.protocol.wire import MAX_EXPANSIONS
 from outrider.service.logs import about
 from outrider.v1 import drafter_pb2
 
 logger = logging.getLogger(__name__)
+
+# The probability of every child, in units of 1/65,536: nobody asks for more where turns are taken.
+_NO_ESTIMATE = 1 << 15
 
 
 @dataclass(eq=False, slots=True)
@@ -37,6 +44,15 @@ class _Held:
     slot: Slot
     last_round: int = 0  # in which it was last drafted for
     history: TokenHistory | None = None  # token counts for penalties, from when it is first drafted for
+
+
+@dataclass(eq=False, slots=True)
+class _Owed:
+    """What a sequence's verifier knows of its drafts, and whether it waits for some."""
+
+    is_wanted: bool = False  # a verdict has come; before the first, only the prompt is computed
+    next_id: int = 0  # of its next expansion
+    proposed: Sequence[int] = ()  # the chain behind the committed tokens, which the next verdict is about
 
 
 @dataclass(eq=False, slots=True)
@@ -81,6 +97,9 @@ class ModelDrafter:
         self._slots = SlotPool(max_sequences)
         # Who holds blocks: the one that was drafted for the longest ago is evicted first.
         self._holding: dict[DraftSequence, _Held] = {}
+        self._owed: dict[DraftSequence, _Owed] = {}
+        # Who has something to be computed, in the order in which they came to.
+        self._wanting: dict[DraftSequence, None] = {}
         self._round = 0
         self._was_put_off = False
 
@@ -104,7 +123,7 @@ class ModelDrafter:
         """Without graphs, as many draft tokens as anybody may ask for."""
         graphs = self._executor.graphs
         most = graphs.max_draft_tokens if graphs is not None else MAX_DRAFT_TOKENS
-        return DraftLimits(most, self._executor.num_candidates)
+        return DraftLimits(most, self._executor.num_candidates, max_expansions=MAX_EXPANSIONS, takes_turns=True)
 
     @property
     def device(self) -> torch.device:
@@ -121,32 +140,85 @@ class ModelDrafter:
         """KV-cache blocks that hold nothing."""
         return self._blocks.num_free
 
-    def release(self, sequence: DraftSequence) -> None:
-        """Free what the sequence has of the model's memory."""
-        self._blocks.free(sequence.block_ids)
-        if (held := self._holding.pop(sequence, None)) is not None:
-            self._executor.give_back(held.slot)
-            self._slots.give_back(held.slot)
-        sequence.num_computed = 0
+    @property
+    def has_work(self) -> bool:
+        """Whether a prompt is to be computed, or a verdict to be answered."""
+        return bool(self._wanting)
 
-    def draft(self, wanting: Sequence[DraftSequence]) -> Sequence[Draft | NoDraft]:
+    def open(self, sequence: DraftSequence) -> None:
+        """The prompt is computed, but for its last token; what follows it, once the first verdict has come."""
+        self._owed[sequence] = _Owed()
+        if _num_to_compute(sequence, is_wanted=False):
+            self._wanting[sequence] = None
+
+    def commit(self, sequence: DraftSequence, token_ids: Sequence[int]) -> None:
+        """Forget what was computed for draft tokens that were not accepted; an answer is wanted."""
+        owed = self._owed[sequence]
+        num_accepted = _num_alike(owed.proposed, token_ids)
+        # Keys and values from there on were computed for tokens that are no part of the sequence. The last token is
+        # computed in any case, as drafts are made of what follows from it.
+        base = sequence.length - len(token_ids)
+        sequence.num_computed = min(sequence.num_computed, base + num_accepted, sequence.length - 1)
+        owed.proposed, owed.is_wanted = (), True
+        self._wanting[sequence] = None
+
+    def release(self, sequence: DraftSequence) -> None:
+        """Free what the sequence has of the model's memory, and forget it."""
+        self._evict(sequence)
+        self._owed.pop(sequence, None)
+        self._wanting.pop(sequence, None)
+
+    def draft(self) -> Drafts:
         """One round: what is missing of every sequence, prompts in chunks, then up to K tokens for those caught up."""
-        answers: list[Draft | NoDraft] = [
-            NoDraft(sequence, drafter_pb2.NO_PROPOSAL_REASON_MAX_LENGTH)
-            for sequence in wanting
+        refusals = [
+            NoDraft(sequence, drafter_pb2.REFUSAL_REASON_MAX_LENGTH)
+            for sequence in self._wanting
             if sequence.length >= self.max_length
         ]
-        planned = self._in_turn(self._plan([sequence for sequence in wanting if sequence.length < self.max_length]))
+        for refusal in refusals:
+            del self._wanting[refusal.sequence]
+        planned = self._in_turn(self._plan(list(self._wanting)))
+        answers: list[tuple[DraftSequence, Drafted]] = []
         for part in self._executor.submit([item.row for item in planned]):
             for index, drafted in zip(part.rows, part.collect(), strict=True):
                 item = planned[index]
-                item.sequence.num_computed += item.num_new
+                sequence = item.sequence
+                sequence.num_computed += item.num_new
                 if drafted is not None:
                     # The last token is sampled but not computed; what a graph computes beyond it for a longer neighbour
                     # is overwritten later, like rejected tokens.
-                    item.sequence.num_computed += item.num_draft_tokens - 1
-                    answers.append(_answer(item.sequence, drafted))
-        return answers
+                    sequence.num_computed += item.num_draft_tokens - 1
+                    answers.append((sequence, drafted))
+                    del self._wanting[sequence]
+                elif not _num_to_compute(sequence, is_wanted=self._owed[sequence].is_wanted):
+                    del self._wanting[sequence]
+        return Drafts(self._expanded(answers), refusals, list(self._wanting))
+
+    def _expanded(self, answers: Sequence[tuple[DraftSequence, Drafted]]) -> list[Expanded]:
+        """The chains, each of which begins anew at what is committed; those with candidates apart from the others."""
+        found = []
+        for wants_candidates in (False, True):
+            # Who takes fewer candidates than the model's has no weight in those that are cut.
+            chosen = [answer for answer in answers if answer[0].wants_candidates is wants_candidates]
+            if not chosen:
+                continue
+            all_owed = [self._owed[sequence] for sequence, _ in chosen]
+            first_ids = [owed.next_id for owed in all_owed]
+            for owed, (_, drafted) in zip(all_owed, chosen, strict=True):
+                owed.next_id += len(drafted.token_ids)
+                owed.proposed = drafted.token_ids
+            expanded = chains(
+                [sequence for sequence, _ in chosen],
+                np.array(first_ids, np.int64),
+                np.array([len(drafted.token_ids) for _, drafted in chosen], np.int64),
+                np.concatenate([np.array(drafted.token_ids, np.int32) for _, drafted in chosen]),
+                probability=_NO_ESTIMATE,
+            )
+            if wants_candidates:
+                expanded.candidate_ids = np.concatenate([drafted.candidate_ids for _, drafted in chosen])
+                expanded.candidate_weights = np.concatenate([drafted.candidate_weights for _, drafted in chosen])
+            found.append(expanded)
+        return found
 
     def _in_turn(self, planned: list[_Planned]) -> list[_Planned]:
         """Those of this round: what a graph holds does not wait for prompts, which come in every other round then."""
@@ -162,16 +234,14 @@ class ModelDrafter:
         self._round += 1
         budget, block_size = self._max_num_batched_tokens, self._blocks.block_size
         graphs = self._executor.graphs
-        num_places = graphs.max_rows if graphs is not None else len(wanting)
-        # Those that miss little go first: a target waits for them, and a long prompt fills what they leave.
-        for sequence in sorted(wanting, key=attrgetter("num_missing"))[:num_places]:
+        for sequence in self._in_order(wanting):
             if budget == 0:
                 break
             # Counted anew: one that came before may have evicted this one.
-            length, missing = sequence.length, sequence.num_missing
-            # A prompt leaves its last token to a graph, which drafts behind it.
-            is_left = graphs is not None and missing > MAX_CATCH_UP
-            if missing - is_left > budget or is_left:
+            length, missing, is_wanted = sequence.length, sequence.num_missing, self._owed[sequence].is_wanted
+            # The last token is left to whoever drafts behind it: a graph, or a later round.
+            is_left = not is_wanted or (graphs is not None and missing > MAX_CATCH_UP)
+            if is_left or missing > budget:
                 num_new, num_draft_tokens = min(missing - is_left, budget), 0
                 needed = sequence.num_computed + num_new
             else:
@@ -189,6 +259,15 @@ class ModelDrafter:
             budget -= num_new
         return planned
 
+    def _in_order(self, wanting: Sequence[DraftSequence]) -> list[DraftSequence]:
+        """Those that miss little go first, as a target waits for them; a long prompt fills what they leave."""
+        graphs = self._executor.graphs
+        little = [sequence for sequence in wanting if sequence.num_missing <= MAX_CATCH_UP]
+        much = [sequence for sequence in wanting if sequence.num_missing > MAX_CATCH_UP]
+        much.sort(key=attrgetter("num_missing"))
+        num_places = graphs.max_rows if graphs is not None else len(little)
+        return [*take_turns(little)[:num_places], *take_turns(much)]
+
     def _make_room(self, sequence: DraftSequence, num_tokens: int) -> bool:
         while not self._blocks.grow(sequence.block_ids, num_tokens):
             idle = [
@@ -201,8 +280,15 @@ class ModelDrafter:
             victim = min(idle, key=lambda other: self._holding[other].last_round)
             with about(victim.subject):
                 logger.debug("evicting the cache of a sequence")
-            self.release(victim)
+            self._evict(victim)
         return True
+
+    def _evict(self, sequence: DraftSequence) -> None:
+        self._blocks.free(sequence.block_ids)
+        if (held := self._holding.pop(sequence, None)) is not None:
+            self._executor.give_back(held.slot)
+            self._slots.give_back(held.slot)
+        sequence.num_computed = 0
 
 
 def _row(sequence: DraftSequence, held: _Held, num_new: int, num_draft_tokens: int) -> DraftRow:
@@ -214,7 +300,7 @@ def _row(sequence: DraftSequence, held: _Held, num_new: int, num_draft_tokens: i
         start=start,
         token_ids=sequence.token_ids[start : start + num_new],
         num_draft_tokens=num_draft_tokens,
-        max_candidates=sequence.max_candidates,
+        max_candidates=sequence.limits.max_candidates,
         history=_history(sequence, held) if num_draft_tokens else None,
     )
 
@@ -228,9 +314,14 @@ def _history(sequence: DraftSequence, held: _Held) -> TokenHistory | None:
     return held.history
 
 
-def _answer(sequence: DraftSequence, drafted: Drafted) -> Draft:
-    if not sequence.wants_candidates:
-        return Draft(sequence, drafted.token_ids)
-    # What is cut has no weight.
-    kept = (slice(None), slice(sequence.max_candidates))
-    return Draft(sequence, drafted.token_ids, drafted.candidate_ids[kept], drafted.candidate_weights[kept])
+def _num_to_compute(sequence: DraftSequence, *, is_wanted: bool) -> int:
+    """How many committed tokens are to be computed now; before the first verdict the last one is left."""
+    return sequence.num_missing - (not is_wanted)
+
+
+def _num_alike(proposed: Sequence[int], committed: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    for index, (one, other) in enumerate(zip(proposed, committed, strict=False)):
+        if one != other:
+            return index
+    return min(len(proposed), len(committed))

@@ -31,7 +31,11 @@ def find_bad_candidates(
     is_sampled = totals == WEIGHT_TOTAL
     num_sampled = np.count_nonzero(is_sampled)
     if num_sampled < len(totals) and num_sampled < np.count_nonzero(totals):
-        yield "candidate_weights", ~is_sampled & (totals != 0), f"a row must sum to {WEIGHT_TOTAL} or be all zero"
+        yield (
+            "candidate_weights",
+            np.logical_and(~is_sampled, totals != 0),
+            f"a row must sum to {WEIGHT_TOTAL} or be all zero",
+        )
     has_weight = candidate_weights > 0
     in_order = np.sort(candidate_ids.view(np.uint32), axis=1)
     if in_order[:, -1].max() >= vocabulary_size:
