@@ -23,7 +23,8 @@ class Expanded:
     """What a pass made: arrays over its sequences, S, and over their new expansions, N, with F children each.
 
     What they mean, and the rules for them, is in `drafter.proto`. The expansions of a sequence stand together, in the
-    order of the sequences, and have consecutive ids.
+    order of the sequences, and have consecutive ids. Where a sequence's stream takes fewer children or candidates than
+    there are, the others are cut: nothing may have been expanded of such a child, and such a candidate has no weight.
     """
 
     sequences: Sequence[DraftSequence]  # S, those with at least one expansion in the pass
@@ -74,7 +75,7 @@ class Drafter(Protocol):
 
     @property
     def limits(self) -> DraftLimits:
-        """How much it drafts at most and in which way, once loaded. A verifier may take less: each sequence says what."""
+        """How much it drafts at most and how, once loaded. A verifier may take less: each sequence says what."""
 
     @property
     def device(self) -> torch.device | None:

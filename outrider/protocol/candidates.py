@@ -31,12 +31,13 @@ def find_bad_candidates(
     is_sampled = totals == WEIGHT_TOTAL
     num_sampled = np.count_nonzero(is_sampled)
     if num_sampled < len(totals) and num_sampled < np.count_nonzero(totals):
-        yield "candidate_weights", ~is_sampled & (totals != 0), f"a row must sum to {WEIGHT_TOTAL} or be all zero"
+        is_bad = ~np.isin(totals, (0, WEIGHT_TOTAL))
+        yield "candidate_weights", is_bad, f"a row must sum to {WEIGHT_TOTAL} or be all zero"
     has_weight = candidate_weights > 0
     in_order = np.sort(candidate_ids.view(np.uint32), axis=1)
     if in_order[:, -1].max() >= vocabulary_size:
         is_unknown = (candidate_ids.view(np.uint32) >= vocabulary_size) & has_weight
-        yield "candidate_ids", is_unknown.any(axis=1), f"an id is not below the vocabulary size {vocabulary_size}"
+        yield "candidate_ids", np.any(is_unknown, axis=1), f"an id is not below the vocabulary size {vocabulary_size}"
     # Row behind row, with the neighbours of two rows compared as well.
     in_order = in_order.ravel()
     if may_repeat := bool(np.count_nonzero(in_order[1:] == in_order[:-1])):
@@ -46,7 +47,7 @@ def find_bad_candidates(
     if may_repeat or np.count_nonzero(is_drawn) < num_sampled:
         yield (
             "candidate_weights",
-            is_sampled & ~is_drawn.any(axis=1),
+            np.logical_and(is_sampled, ~np.any(is_drawn, axis=1)),
             "a draft token has no weight in its own distribution",
         )
 

@@ -153,11 +153,11 @@ def _bad_nodes(expansions: Expansions, vocabulary_size: int, limits: DraftLimits
     yield "parents", is_bad, "must be an id below the expansion's own, or -1"
     is_bad = ranks >= np.where(parents == ROOT, 1, limits.num_children)
     yield "ranks", is_bad, f"must be below {limits.num_children}, and 0 for a root"
-    is_bad = (child_ids.view(np.uint32) >= vocabulary_size).any(axis=1)
-    yield "child_ids", is_bad, f"an id is not below the vocabulary size {vocabulary_size}"
+    is_unknown = child_ids.view(np.uint32) >= vocabulary_size
+    yield "child_ids", np.any(is_unknown, axis=1), f"an id is not below the vocabulary size {vocabulary_size}"
     if child_ids.shape[1] > 1:
         in_order = np.sort(child_ids, axis=1)
-        yield "child_ids", (in_order[:, 1:] == in_order[:, :-1]).any(axis=1), "a child stands twice"
+        yield "child_ids", np.any(in_order[:, 1:] == in_order[:, :-1], axis=1), "a child stands twice"
     yield from find_bad_candidates(
         child_ids[:, 0], expansions.candidate_ids, expansions.candidate_weights, vocabulary_size
     )

@@ -24,6 +24,14 @@ class DraftLimits:
     takes_turns: bool = False
     """Whether the drafter rests until a verdict comes, and the verifier waits for it; else it runs ahead."""
 
+    def __str__(self) -> str:
+        """As logs say it."""
+        way = "in turns" if self.takes_turns else "running ahead"
+        return (
+            f"{way}, at most {self.max_draft_tokens} draft tokens a chain, {self.num_children} children and "
+            f"{self.max_candidates} candidates an expansion, {self.max_expansions} expansions a sequence"
+        )
+
     def to_message(self) -> drafter_pb2.DraftLimits:
         """What travels in the first frame of either side."""
         return drafter_pb2.DraftLimits(**asdict(self))

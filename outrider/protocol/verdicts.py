@@ -63,7 +63,7 @@ def unpack_verdicts(message: drafter_pb2.Verdicts) -> Iterator[Verdict]:
     num_tokens: npt.NDArray[np.integer] = unpack("verdicts.num_tokens", message.num_tokens, U32, len(sequence_ids))
     ends = np.cumsum(num_tokens, dtype=np.int64).tolist()
     token_ids = unpack("verdicts.token_ids", message.token_ids, U32, ends[-1] if ends else 0).tolist()
-    starts = [0, *ends[:-1]]
+    starts = [0, *ends][: len(ends)]
     return (
         Verdict(sequence_id, committed, token_ids[start:end])
         for sequence_id, committed, start, end in zip(sequence_ids, num_committed, starts, ends, strict=True)
