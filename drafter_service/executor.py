@@ -15,10 +15,12 @@ from engine.penalty_tables import DevicePenalties
 from engine.slots import DeviceSlots, Slot
 from engine.step import TreeRow
 from kernels.draft_trees import CHAIN_RESERVE, TreeLimits
-from kernels.limits import MAX_OUTCOMES
+from kernels.limits import MAX_DRAFT_TOKENS, MAX_OUTCOMES
 
 # Sequences that may have penalties at once. At a vocabulary of 128,000, their tables take 64 MB.
 MAX_PENALIZED = 64
+# Without graphs, so many shapes are kept for the next replay.
+_MAX_SHAPES = 32
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class TreeOptions:
     max_rows: int  # sequences of a replay
     max_nodes: int  # expansions of a pass, at least: so many are shared out among its sequences
     num_passes: int  # of a replay that runs ahead
-    max_draft_tokens: int  # passes of a replay that takes turns (K)
+    max_draft_tokens: int  # passes of a replay that takes turns, where it is a graph (K)
     num_children: int  # (F)
     max_expansions: int  # kept of a sequence (E)
     min_probability: float  # of a path that is worth a row where the drafter runs ahead
@@ -92,47 +94,60 @@ class DraftExecutor:
         self._buckets = batch_buckets(self.options.max_rows)
         for num_rows in reversed(self._buckets):
             for turns in (False, True) if takes_turns is None else (takes_turns,):
+                num_draft_tokens = self.options.max_draft_tokens if turns else 0
                 for is_filtered in (False, True):
-                    graph = self._graph_of(self._shape(num_rows, takes_turns=turns, is_filtered=is_filtered))
+                    graph = self._graph_of(self._shape(num_rows, num_draft_tokens, is_filtered=is_filtered))
                     if pool is not None:
                         graph.capture(pool)
 
+    @property
+    def max_draft_tokens(self) -> int:
+        """Of a chain that a replay makes: without graphs as long a one as anybody may ask for."""
+        return self.options.max_draft_tokens if self._buckets else MAX_DRAFT_TOKENS
+
     def warm_up(self) -> None:
         """Run what has kernels of its own and no graph: on a device without graphs, a replay of each kind."""
-        if not self._graphs:
-            for takes_turns in (False, True):
-                for is_filtered in (False, True):
-                    shape = self._shape(1, takes_turns=takes_turns, is_filtered=is_filtered)
-                    self._graph_of(shape).launch([], [], wants_candidates=True).collect()
+        if self._buckets:
+            return
+        for num_draft_tokens in (0, 1):
+            for is_filtered in (False, True):
+                graph = self._graph_of(self._shape(1, num_draft_tokens, is_filtered=is_filtered))
+                graph.launch([], [], wants_candidates=True).collect()
 
     def compute(self, slices: Sequence[SequenceSlice]) -> None:
         """Compute the keys and values of some committed tokens, behind what was launched before."""
         self._runner.execute(slices)
 
-    def launch(self, rows: Sequence[TreeRow], *, takes_turns: bool, wants_candidates: bool) -> TreeReplay:
+    def launch(self, rows: Sequence[TreeRow], *, num_draft_tokens: int, wants_candidates: bool) -> TreeReplay:
         """Grow the trees of at most `max_rows` sequences, behind what was launched before, without waiting for it.
 
-        At most one replay before it may be uncollected. Taking turns, each tree gets a chain of first children.
+        Taking turns, each tree gets a chain of at least `num_draft_tokens` first children; running ahead, where that is
+        0, what is worth most. At most one replay before it may be uncollected.
         """
         self._slots.bring_up_to_date(rows)
         self.trees.bring_up_to_date()
         places = self._penalties.bring_up_to_date((row.slot, row.sampling, row.history) for row in rows)
         is_filtered = any(row.sampling.has_filters for row in rows)
-        num_rows = next((bucket for bucket in self._buckets if bucket >= len(rows)), len(rows))
-        graph = self._graph_of(self._shape(num_rows, takes_turns=takes_turns, is_filtered=is_filtered))
+        num_rows = len(rows)
+        if self._buckets:
+            num_rows = next(bucket for bucket in self._buckets if bucket >= len(rows))
+            num_draft_tokens = self.options.max_draft_tokens if num_draft_tokens else 0
+        graph = self._graph_of(self._shape(num_rows, num_draft_tokens, is_filtered=is_filtered))
         return graph.launch(rows, places, wants_candidates=wants_candidates)
 
     def give_back(self, slot: Slot) -> None:
         """Let others have what the slot's sequence had beside its slot; the slot itself is given back as well."""
         self._penalties.give_back(slot)
 
-    def _shape(self, num_rows: int, *, takes_turns: bool, is_filtered: bool) -> TreeShape:
+    def _shape(self, num_rows: int, num_draft_tokens: int, *, is_filtered: bool) -> TreeShape:
+        if num_draft_tokens:
+            return TreeShape(num_rows, 1, num_draft_tokens, is_filtered, takes_turns=True)
         options = self.options
-        if takes_turns:
-            return TreeShape(num_rows, 1, options.max_draft_tokens, is_filtered, takes_turns)
-        return TreeShape(num_rows, options.width(num_rows), options.num_passes, is_filtered, takes_turns)
+        return TreeShape(num_rows, options.width(num_rows), options.num_passes, is_filtered, takes_turns=False)
 
     def _graph_of(self, shape: TreeShape) -> TreeGraph:
         if (graph := self._graphs.get(shape)) is None:
+            if not self._buckets and len(self._graphs) >= _MAX_SHAPES:
+                self._graphs.pop(next(iter(self._graphs)))
             graph = self._graphs[shape] = TreeGraph(self._parts, shape)
         return graph

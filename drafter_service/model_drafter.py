@@ -6,7 +6,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain, zip_longest
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +13,7 @@ import torch
 
 from drafter_service.drafter import Drafts, Expanded, NoDraft
 from drafter_service.executor import DraftExecutor
+from drafter_service.fairness import take_turns
 from drafter_service.held import Held
 from drafter_service.sequence import DraftSequence
 from drafter_service.tree_replay import Grown, TreeReplay
@@ -111,7 +111,7 @@ class ModelDrafter:
         """What its graphs make."""
         options = self._executor.options
         return DraftLimits(
-            max_draft_tokens=options.max_draft_tokens,
+            max_draft_tokens=self._executor.max_draft_tokens,
             max_candidates=options.num_candidates,
             num_children=self._executor.num_children,
             max_expansions=options.max_expansions,
@@ -169,7 +169,9 @@ class ModelDrafter:
             self._refusals = []
             launched = self._launch()
             drafts.computing = self._compute()
-            most_unread = 1 if launched is not None and not launched.takes_turns and self._executor.runs_by_itself else 0
+            most_unread = (
+                1 if launched is not None and not launched.takes_turns and self._executor.runs_by_itself else 0
+            )
             if self._in_flight and (launched is None or len(self._in_flight) > most_unread):
                 in_flight = self._in_flight.popleft()
                 grown = in_flight.replay.collect()
@@ -212,7 +214,7 @@ class ModelDrafter:
             held.num_in_flight += 1
         replay = self._executor.launch(
             [held.row for held in rows if held.row is not None],
-            takes_turns=takes_turns,
+            num_draft_tokens=max(held.sequence.max_draft_tokens for held in rows) if takes_turns else 0,
             wants_candidates=any(held.sequence.wants_candidates for held in rows),
         )
         self._in_flight.append(_InFlight(replay, rows))
@@ -293,8 +295,8 @@ class ModelDrafter:
 
     def _evict_for(self, held: Held) -> bool:
         """Take away what another one holds; False where nobody can be asked to give way now."""
-        # Who was drafted for the longest ago; what a replay under way is for stays. Then who is computed last, where that
-        # is not before its own turn.
+        # Who was drafted for the longest ago; what a replay under way is for stays. Then who is computed last, where its
+        # turn comes after.
         idle = [other for other in self._growing.values() if other.num_in_flight == 0 and other is not held]
         victim = min(idle, key=lambda other: other.last_launch, default=None)
         if victim is None:
@@ -379,10 +381,5 @@ def _share_out(wanting: list[Held], most: int) -> list[Held]:
     """At most so many, the same number for each verifier where all want more, who has waited longest first."""
     if len(wanting) <= most:
         return wanting
-    by_session: dict[int, list[Held]] = {}
-    for held in sorted(wanting, key=lambda held: held.last_launch):
-        by_session.setdefault(held.sequence.session_id, []).append(held)
-    # Whose turn it is to be first follows from who has waited longest.
-    in_turn = chain.from_iterable(zip_longest(*by_session.values()))
-    return [held for held in in_turn if held is not None][:most]
-
+    waiting = {held.sequence: held for held in sorted(wanting, key=lambda held: held.last_launch)}
+    return [waiting[sequence] for sequence in take_turns(waiting)[:most]]

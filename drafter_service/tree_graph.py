@@ -1,4 +1,4 @@
-"""Passes of fixed shape over draft trees in one CUDA graph: each expands what is worth most, without a word from the host.
+"""Passes of fixed shape over draft trees in one CUDA graph: each expands what is worth most, and the host looks on.
 
 What a sequence has committed, how it is sampled, where its blocks are and its tree are in its slot on the device, its
 penalties in a table there; the host names the slots and reads what was made while the next replay runs. Penalties count

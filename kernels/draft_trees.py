@@ -114,7 +114,7 @@ class TreePass:
     copy_sources: torch.Tensor  # [B * MAX_DEPTH] int64: cache slots of keys that become part of the prefix, or -1
     copy_targets: torch.Tensor  # [B * MAX_DEPTH] int64: where they go
     # For the children.
-    rows: torch.Tensor  # [B, W] int64: of the expansions, -1 for none
+    rows: torch.Tensor  # [B, W] int64: of the expansions that are told to the verifier, -1 for all else
     logps: torch.Tensor  # [B, W] float32: of their paths
     # For the host.
     lengths: torch.Tensor  # [B] int32: committed tokens that the pass knew of
@@ -181,7 +181,7 @@ class TreeLimits:
 def advance_trees(
     state: TreeState,
     slots: torch.Tensor,  # [B] int64: each sequence's, the padding slot for none
-    block_tables: torch.Tensor,  # [slots, max_blocks] int32: cover all committed tokens
+    block_tables: torch.Tensor,  # [B, max_blocks] int32: cover all committed tokens
     limits: TreeLimits,
     out: TreePass,
 ) -> None:
@@ -196,7 +196,7 @@ def advance_trees(
 def reference_advance_trees(
     state: TreeState,
     slots: torch.Tensor,  # [B] int64
-    block_tables: torch.Tensor,  # [slots, max_blocks] int32
+    block_tables: torch.Tensor,  # [B, max_blocks] int32
     limits: TreeLimits,
     out: TreePass,
 ) -> None:
@@ -228,7 +228,7 @@ def reference_advance_trees(
     moved = old_prefix.unsqueeze(1) + places  # [B, MAX_DEPTH] positions
     is_moved = moved < prefix_lens.unsqueeze(1)
     moved_rows = stand_ancestors.gather(1, moved % MAX_DEPTH)
-    blocks = block_tables[column, torch.where(is_moved, moved // limits.block_size, 0)].long()
+    blocks = block_tables.gather(1, torch.where(is_moved, moved // limits.block_size, 0)).long()
     out.copy_sources.copy_(torch.where(is_moved, node_starts + moved_rows, -1).flatten())
     out.copy_targets.copy_(torch.where(is_moved, blocks * limits.block_size + moved % limits.block_size, -1).flatten())
 
@@ -286,6 +286,7 @@ def reference_advance_trees(
     ):
         flat = getattr(state, name).flatten(0, 1)
         flat[where] = values.to(flat.dtype)
+    state.child_tokens.flatten(0, 1)[where] = -1
     state.child_logps.flatten(0, 1)[where] = -torch.inf
     state.is_expanded.flatten(0, 1)[where] = False
     expanded = torch.where(is_chosen, column * state.max_expansions * num_children + index, nowhere * num_children)
@@ -310,7 +311,6 @@ def reference_advance_trees(
     out.slot_mapping.copy_(torch.where(is_new, node_starts + rows, -1).flatten())
     out.sample_positions.copy_(torch.where(is_new, positions + 1, 0).flatten())
     out.prefix_lens.copy_(prefix_lens)
-    out.rows.copy_(torch.where(is_new, rows, -1))
     out.logps.copy_(new_logps)
 
     # For the verifier: of a chain its end alone, as a child where it is one and nothing else was missing.
@@ -318,12 +318,13 @@ def reference_advance_trees(
     is_child &= ((num_missing == 1) & ring.has_stand).unsqueeze(1)
     chain_parents = torch.where(is_child.any(dim=1), stand_ids, -1)
     is_told = ~is_chain | (num_chained == num_missing)
-    first_places = torch.where(is_chain, num_chained - 1, 0)
+    first_places = torch.where(is_chain, num_chained - is_told.long(), 0)
+    out.rows.copy_(torch.where(is_new & (place >= first_places.unsqueeze(1)), rows, -1))
     out.lengths.copy_(ring.lengths)
     out.stand_positions.copy_(base + num_chained)
     out.num_new.copy_(num_new)
     out.first_places.copy_(first_places)
-    out.num_told.copy_(torch.where(is_told, num_new - first_places, 0))
+    out.num_told.copy_(num_new - first_places)
     out.first_ids.copy_(ring.next_ids + first_places)
     out.parents.copy_(torch.where(in_chain, chain_parents.unsqueeze(1), ring.ids.gather(1, parents)))
     out.ranks.copy_(torch.where(in_chain, is_child.int().argmax(dim=1, keepdim=True), index % num_children))
@@ -336,7 +337,7 @@ def grow_trees(
     child_tokens: torch.Tensor,  # [B * W, F] int32
     child_logps: torch.Tensor,  # [B * W, F] float32: of each child given its parent, estimated; -inf: no child
 ) -> None:
-    """Give the expansions of a pass their children."""
+    """Give the expansions of a pass their children; those that nobody is told of have none."""
     num_places, width = tree_pass.rows.shape[1], state.max_children
     nowhere = state.padding * state.max_expansions
     where = slots.unsqueeze(1) * state.max_expansions + tree_pass.rows

@@ -79,7 +79,7 @@ class History:
         rows = slots + [self.state.padding] * (num_rows - len(slots))
         out = poisoned(num_rows, self.width, self.state.max_expansions, self.device)
         where = torch.tensor(rows, device=self.device)
-        advance_trees(self.state, where, self.block_tables, self.limits, out)
+        advance_trees(self.state, where, self.block_tables[where], self.limits, out)
         self._copy(out)
         expected = [
             self.trees[slot].advance(self.width, self.limits.min_logp, self.limits.max_length) for slot in slots
@@ -90,6 +90,8 @@ class History:
             self._check_told(out, row, slot, told, new)
             for place, expansion in enumerate(new):
                 self._check_place(out, row, place, slot, expansion)
+                if place < int(out.first_places[row]):
+                    continue  # nobody is told of it
                 tokens, logps = children_of(expansion.path, self.state.max_children, self.seed)
                 self.trees[slot].grow(expansion, tokens, logps)
                 child_tokens[row, place] = torch.tensor(tokens)
@@ -117,6 +119,8 @@ class History:
             assert first + count == len(new)
         for place, (parent, rank, path) in enumerate(told.expansions, start=first):
             assert (int(out.parents[row, place]), int(out.ranks[row, place])) == (parent, rank)
+            assert parent < 0 or parent in tree.told
+            tree.told.add(int(out.first_ids[row]) + place - first)
             assert new[place].path == path
             self.seen["root" if parent < 0 else "child" if rank == 0 else "other"] += 1
         self.seen["hidden"] += len(new) - count
@@ -126,7 +130,7 @@ class History:
     def _check_place(self, out: TreePass, row: int, place: int, slot: int, expansion: Expansion) -> None:
         tree, index = self.trees[slot], row * self.width + place
         ring_row, position = expansion.id % tree.ring_size, len(expansion.path) - 1
-        assert int(out.rows[row, place]) == ring_row
+        assert int(out.rows[row, place]) == (ring_row if place >= int(out.first_places[row]) else -1)
         assert int(out.token_ids[index]) == expansion.path[-1]
         assert int(out.positions[index]) == position
         assert int(out.sample_positions[index]) == position + 1
@@ -247,6 +251,6 @@ def test_trees_are_those_of_the_oracle(ring_size: int, num_children: int, width:
     if num_children > 1:
         assert total["other"] > 20
     if ring_size == 64 and width > 1:
-        assert total["full"] > 20
+        assert total["full"] > 3
     if ring_size == 512:
         assert total["two"] > 20

@@ -60,6 +60,7 @@ class OracleTree:
     stand: int | None = None
     expansions: dict[int, Expansion] = field(default_factory=dict)
     num_in_prefix: int = 0
+    told: set[int] = field(default_factory=set)  # ids that the verifier has heard of
 
     def restart(self, num_in_prefix: int) -> None:
         """Its keys were given up and are computed anew up to here; ids go on counting."""
