@@ -20,6 +20,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.dispatch import runs_triton
+
 # No expansion stands for a position further than this beyond the committed ones.
 MAX_DEPTH = 32
 # Committed tokens at hand for each sequence: the host brings no more than so many beyond where the tree stands.
@@ -116,6 +118,8 @@ class TreePass:
     # For the children.
     rows: torch.Tensor  # [B, W] int64: of the expansions that are told to the verifier, -1 for all else
     logps: torch.Tensor  # [B, W] float32: of their paths
+    # Between the kernels that lay it out.
+    plan: torch.Tensor  # [B, 8] int64
     # For the host.
     lengths: torch.Tensor  # [B] int32: committed tokens that the pass knew of
     stand_positions: (
@@ -151,6 +155,7 @@ class TreePass:
             "copy_targets": (i64, batch * MAX_DEPTH),
             "rows": (i64, batch, width),
             "logps": (torch.float32, batch, width),
+            "plan": (i64, batch, 8),
             "lengths": (i32, batch),
             "stand_positions": (i32, batch),
             "num_new": (i32, batch),
@@ -190,6 +195,11 @@ def advance_trees(
     A tree that misses committed tokens expands them, as many as there are places. Any other expands the children of
     the most probable paths, of equal ones the one that stands first in the ring.
     """
+    if runs_triton(slots):
+        from kernels.draft_trees_triton import launch_advance_trees
+
+        launch_advance_trees(state, slots, block_tables, limits, out)
+        return
     reference_advance_trees(state, slots, block_tables, limits, out)
 
 
@@ -338,6 +348,11 @@ def grow_trees(
     child_logps: torch.Tensor,  # [B * W, F] float32: of each child given its parent, estimated; -inf: no child
 ) -> None:
     """Give the expansions of a pass their children; those that nobody is told of have none."""
+    if runs_triton(slots):
+        from kernels.draft_trees_triton import launch_grow_trees
+
+        launch_grow_trees(state, slots, tree_pass, child_tokens, child_logps)
+        return
     num_places, width = tree_pass.rows.shape[1], state.max_children
     nowhere = state.padding * state.max_expansions
     where = slots.unsqueeze(1) * state.max_expansions + tree_pass.rows

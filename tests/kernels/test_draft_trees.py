@@ -5,12 +5,15 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import fields
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from kernels.draft_trees import MAX_DEPTH, NUM_RECENT, TreeLimits, TreePass, TreeState, advance_trees, grow_trees
+from tests.compiling import report_of
+from tests.kernels.conftest import TritonDevice
 from tests.kernels.tree_oracle import VOCABULARY, Expansion, OracleTree, Path, Told, children_of
 
 BLOCK_SIZE = 16
@@ -231,21 +234,30 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("ring_size", "num_children", "width", "min_probability"), CASES)
-def test_trees_are_those_of_the_oracle(ring_size: int, num_children: int, width: int, min_probability: float) -> None:
-    """Catches a walk that stops early or goes too far, a key that is copied too late or from the wrong place, a node
-    that reads its cousins, and an expansion that overwrites what is still needed."""
+def assert_as_the_oracle(
+    device: torch.device, case: tuple[int, int, int, float], *, seeds: range, num_steps: int
+) -> Counter[str]:
+    ring_size, num_children, width, min_probability = case
     total: Counter[str] = Counter()
-    for seed in range(3):
+    for seed in seeds:
         history = History(
             seed,
-            torch.device("cpu"),
+            device,
             ring_size=ring_size,
             num_children=num_children,
             width=width,
             min_probability=min_probability,
         )
-        total += play(history, 120)
+        total += play(history, num_steps)
+    return total
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_trees_are_those_of_the_oracle(case: tuple[int, int, int, float]) -> None:
+    """Catches a walk that stops early or goes too far, a key that is copied too late or from the wrong place, a node
+    that reads its cousins, and an expansion that overwrites what is still needed."""
+    total = assert_as_the_oracle(torch.device("cpu"), case, seeds=range(3), num_steps=120)
+    ring_size, num_children, width, _ = case
     for event in ("root", "child", "copied", "hidden"):
         assert total[event] > 20, event
     if num_children > 1:
@@ -254,3 +266,19 @@ def test_trees_are_those_of_the_oracle(ring_size: int, num_children: int, width:
         assert total["full"] > 3
     if ring_size == 512:
         assert total["two"] > 20
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_grow_the_trees_of_the_oracle(triton_device: TritonDevice, case: tuple[int, int, int, float]) -> None:
+    """The same of the kernels: the reference is as much the oracle's, token for token and bit for bit."""
+    with triton_device() as device:
+        total = assert_as_the_oracle(device, case, seeds=range(10, 11), num_steps=25 if device.type == "cpu" else 120)
+    assert total["root"] + total["child"] > 5
+
+
+def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
+    """The interpreter also runs what does not compile."""
+    result = report_of("tests.kernels.compile_draft_trees", cache=tmp_path)
+    assert set(result["kernels"]) == {"_choose_kernel", "_lay_out_kernel", "_grow_kernel"}
+    assert result["shared_bytes"] <= 48 * 1024
+    assert result["stack_bytes"] == 0
