@@ -1,244 +1,153 @@
-"""Runs the draft model's rounds: in a graph where one holds them, prompts step by step."""
+"""Runs a draft model: prompts in chunks, and passes over draft trees in graphs where there are any."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import product
+from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-import torch
-
-from drafter_service.draft_graph import DraftGraphs
-from drafter_service.passes import EagerPass, GraphPass
+from drafter_service.device_trees import DeviceTrees
+from drafter_service.tree_graph import TreeGraph, TreeParts, TreeShape
+from drafter_service.tree_replay import TreeReplay
 from engine.batch import SequenceSlice
-from engine.cuda_graph import GraphPool
+from engine.cuda_graph import GraphPool, batch_buckets
 from engine.model_runner import ModelRunner
 from engine.penalty_tables import DevicePenalties
-from engine.sampling_tensors import SamplingTensors, penalized
 from engine.slots import DeviceSlots, Slot
-from engine.step import Drafted, DraftRow, FailedPass, Pass, PassKind
-from kernels.draft_sample import DraftSample, draft_sample
-from kernels.penalties import Penalties, TokenHistory
-from kernels.shape_logits import apply_penalties
-from outrider.protocol.sampling_parameters import SamplingParameters
+from engine.step import TreeRow
+from kernels.draft_trees import CHAIN_RESERVE, TreeLimits
+from kernels.limits import MAX_DRAFT_TOKENS, MAX_OUTCOMES
 
-# Sequences in a graph that may have penalties at once. At a vocabulary of 128,000, their tables take 64 MB.
+# Sequences that may have penalties at once. At a vocabulary of 128,000, their tables take 64 MB.
 MAX_PENALIZED = 64
+# Without graphs, so many shapes are kept for the next replay.
+_MAX_SHAPES = 32
+
+
+@dataclass(frozen=True)
+class TreeOptions:
+    """How trees are grown."""
+
+    max_rows: int  # sequences of a replay
+    max_nodes: int  # expansions of a pass, at least: so many are shared out among its sequences
+    num_passes: int  # of a replay that runs ahead
+    max_draft_tokens: int  # passes of a replay that takes turns, where it is a graph (K)
+    num_children: int  # (F)
+    max_expansions: int  # kept of a sequence (E)
+    min_probability: float  # of a path that is worth a row where the drafter runs ahead
+    num_candidates: int  # (m)
+
+    def width(self, num_rows: int) -> int:
+        """Expansions of a sequence in a pass over so many (W)."""
+        return min(max(self.max_nodes // num_rows, 1), CHAIN_RESERVE)
 
 
 class DraftExecutor:
-    """The executor over a draft model, with CUDA graphs once `use_graphs` was called. The engine's thread's."""
+    """The executor over a draft model, with CUDA graphs once `capture` was called. The engine's thread's.
 
-    # A round's drafts wait for verdicts: there is nothing to begin behind it.
-    max_in_flight = 1
+    The runner has room for `num_slots * max_expansions` nodes beside its blocks.
+    """
 
     def __init__(
-        self,
-        runner: ModelRunner,
-        *,
-        num_slots: int,
-        max_graph_rows: int,
-        max_draft_tokens: int,
-        num_candidates: int,
-        max_penalized: int = MAX_PENALIZED,
+        self, runner: ModelRunner, *, num_slots: int, options: TreeOptions, max_penalized: int = MAX_PENALIZED
     ) -> None:
-        """Room for so many sequences; graphs take `max_graph_rows` of them at once, `max_draft_tokens` (K) each.
-
-        Where more than `max_penalized` have penalties or a bias, graphs draft for the others as if they had none.
-        """
+        """Room for so many sequences at once; more than `max_penalized` of them are drafted as if they had no
+        penalties and biases."""
         self._runner = runner
-        self._device = runner.device
-        self._max_graph_rows = max_graph_rows
-        self._max_draft_tokens = max_draft_tokens
-        self.num_candidates = num_candidates
+        # No more than the vocabulary has, nor than are ranked.
+        most_children = min(options.num_children, MAX_OUTCOMES, options.num_candidates, runner.vocab_size)
+        self.options = options
+        self.num_children = most_children
+        device, vocab_size = runner.device, runner.vocab_size
         max_blocks = -(-runner.max_length // runner.block_size)
-        self._slots = DeviceSlots(num_slots, max_blocks=max_blocks, vocab_size=runner.vocab_size, device=runner.device)
-        self._max_penalized = min(max_penalized, num_slots)
-        self.graphs: DraftGraphs | None = None
-        # Made with the graphs, which need the tables to stay where they are.
-        self._penalties: DevicePenalties | None = None
-
-    def use_graphs(self, pool: GraphPool | None) -> None:
-        """From now on, rounds run in graphs; without a pool they are not recorded, and run as they are."""
-        vocab_size = self._runner.vocab_size
-        self._penalties = DevicePenalties(self._max_penalized, vocab_size=vocab_size, device=self._device)
-        self.graphs = DraftGraphs(
-            self._runner,
-            self._slots,
-            self._penalties,
-            max_rows=self._max_graph_rows,
-            max_draft_tokens=self._max_draft_tokens,
-            num_candidates=self.num_candidates,
+        self._slots = DeviceSlots(num_slots, max_blocks=max_blocks, vocab_size=vocab_size, device=device)
+        self.trees = DeviceTrees(
+            num_slots, max_expansions=options.max_expansions, num_children=most_children, device=device
         )
-        if pool is not None:
-            self.graphs.capture(pool)
+        self._penalties = DevicePenalties(min(max_penalized, num_slots), vocab_size=vocab_size, device=device)
+        self._parts = TreeParts(
+            runner=runner,
+            slots=self._slots,
+            trees=self.trees.state,
+            penalties=self._penalties.tables,
+            limits=TreeLimits(
+                min_probability=options.min_probability,
+                max_length=runner.max_length,
+                area_start=runner.first_reserved_slot,
+                block_size=runner.block_size,
+            ),
+            num_candidates=options.num_candidates,
+        )
+        # Without graphs there is nothing to be gained by filling up.
+        self._buckets: Sequence[int] = ()
+        self._graphs: dict[TreeShape, TreeGraph] = {}
 
-    def can_overlap(self, row: DraftRow) -> bool:
-        """Never: what comes next follows from what the target makes of the drafts."""
-        return False
+    @property
+    def runs_by_itself(self) -> bool:
+        """Whether the device works on while the host does something else."""
+        return self._runner.device.type == "cuda"
+
+    def capture(self, pool: GraphPool | None, *, takes_turns: bool | None = None) -> None:
+        """From now on, replays are graphs of these shapes, the largest made first, so that the others find its memory.
+
+        `takes_turns`: of one kind alone; None: of both. Without a pool they are not recorded, and run as they are.
+        """
+        self._buckets = batch_buckets(self.options.max_rows)
+        for num_rows in reversed(self._buckets):
+            for turns in (False, True) if takes_turns is None else (takes_turns,):
+                num_draft_tokens = self.options.max_draft_tokens if turns else 0
+                for is_filtered in (False, True):
+                    graph = self._graph_of(self._shape(num_rows, num_draft_tokens, is_filtered=is_filtered))
+                    if pool is not None:
+                        graph.capture(pool)
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """Of a chain that a replay makes: without graphs as long a one as anybody may ask for."""
+        return self.options.max_draft_tokens if self._buckets else MAX_DRAFT_TOKENS
+
+    def warm_up(self) -> None:
+        """Run what has kernels of its own and no graph: on a device without graphs, a replay of each kind."""
+        if self._buckets:
+            return
+        for num_draft_tokens in (0, 1):
+            for is_filtered in (False, True):
+                graph = self._graph_of(self._shape(1, num_draft_tokens, is_filtered=is_filtered))
+                graph.launch([], [], wants_candidates=True).collect()
+
+    def compute(self, slices: Sequence[SequenceSlice]) -> None:
+        """Compute the keys and values of some committed tokens, behind what was launched before."""
+        self._runner.execute(slices)
+
+    def launch(self, rows: Sequence[TreeRow], *, num_draft_tokens: int, wants_candidates: bool) -> TreeReplay:
+        """Grow the trees of at most `max_rows` sequences, behind what was launched before, without waiting for it.
+
+        Taking turns, each tree gets a chain of at least `num_draft_tokens` first children; running ahead, where that is
+        0, what is worth most. At most one replay before it may be uncollected.
+        """
+        self._slots.bring_up_to_date(rows)
+        self.trees.bring_up_to_date()
+        places = self._penalties.bring_up_to_date((row.slot, row.sampling, row.history) for row in rows)
+        is_filtered = any(row.sampling.has_filters for row in rows)
+        num_rows = len(rows)
+        if self._buckets:
+            num_rows = next(bucket for bucket in self._buckets if bucket >= len(rows))
+            num_draft_tokens = self.options.max_draft_tokens if num_draft_tokens else 0
+        graph = self._graph_of(self._shape(num_rows, num_draft_tokens, is_filtered=is_filtered))
+        return graph.launch(rows, places, wants_candidates=wants_candidates)
 
     def give_back(self, slot: Slot) -> None:
         """Let others have what the slot's sequence had beside its slot; the slot itself is given back as well."""
-        if self._penalties is not None:
-            self._penalties.give_back(slot)
+        self._penalties.give_back(slot)
 
-    def fits(self, row: DraftRow) -> bool:
-        """Whether a graph holds the row."""
-        return self.graphs is not None and self.graphs.fits(row)
+    def _shape(self, num_rows: int, num_draft_tokens: int, *, is_filtered: bool) -> TreeShape:
+        if num_draft_tokens:
+            return TreeShape(num_rows, 1, num_draft_tokens, is_filtered, takes_turns=True)
+        options = self.options
+        return TreeShape(num_rows, options.width(num_rows), options.num_passes, is_filtered, takes_turns=False)
 
-    def submit(self, rows: Sequence[DraftRow]) -> list[Pass[Drafted]]:
-        """Begin a round; at most as many rows that a graph holds as it has room for."""
-        in_graph = [index for index, row in enumerate(rows) if self.fits(row)]
-        others = sorted(set(range(len(rows))).difference(in_graph))
-        passes: list[Pass[Drafted]] = []
-        for kind, indexes, run in (
-            (PassKind.GRAPH, in_graph, self._run_graph),
-            (PassKind.EAGER, others, self._run_eagerly),
-        ):
-            if indexes:
-                try:
-                    passes.append(run(indexes, [rows[index] for index in indexes]))
-                except Exception as error:
-                    passes.append(FailedPass(indexes, kind, error))
-        return passes
-
-    def warm_up(self) -> None:
-        """Sample once in each way that has kernels of its own and no graph."""
-        logits = self._runner.execute([SequenceSlice([0], 0, [0], 1)])
-        for top_p, penalty in product((1.0, 0.5), (0.0, 1.0)):
-            sampling = SamplingParameters(temperature=1.0, top_p=top_p, presence_penalty=penalty)
-            self._sample(logits, [_Growing(sampling, 0, 1, False, TokenHistory([0]) if penalty else None)])
-
-    def _run_graph(self, indexes: Sequence[int], rows: Sequence[DraftRow]) -> Pass[Drafted]:
-        assert self.graphs is not None
-        graph = self.graphs.prepare(rows)
-        graph.launch()
-        host = graph.download()
-        event = None
-        if self._device.type == "cuda":
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            event.record(torch.cuda.current_stream(self._device))
-        return GraphPass(indexes, [row.num_draft_tokens for row in rows], host, event)
-
-    @torch.inference_mode()
-    def _run_eagerly(self, indexes: Sequence[int], rows: Sequence[DraftRow]) -> Pass[Drafted]:
-        logits = self._runner.execute(
-            [
-                SequenceSlice(row.token_ids, row.start, row.blocks, num_logit_rows=1 if row.num_draft_tokens else 0)
-                for row in rows
-            ]
-        )
-        drafting = [row for row in rows if row.num_draft_tokens]
-        growing = {
-            id(row): _Growing(
-                row.sampling, row.start + len(row.token_ids), row.max_candidates, row.is_coupled, row.history
-            )
-            for row in drafting
-        }
-        active = drafting
-        while active:
-            self._sample(logits, [growing[id(row)] for row in active])
-            active = [row for row in active if len(growing[id(row)].token_ids) < row.num_draft_tokens]
-            if active:
-                logits = self._runner.execute(
-                    [
-                        SequenceSlice([(draft := growing[id(row)]).token_ids[-1]], draft.position - 1, row.blocks, 1)
-                        for row in active
-                    ]
-                )
-        kind = PassKind.EAGER if drafting else PassKind.PROMPT
-        return EagerPass(indexes, kind, [growing[id(row)].drafted() if id(row) in growing else None for row in rows])
-
-    def _sample(
-        self,
-        logits: torch.Tensor,  # [len(drafts), vocab_size]
-        drafts: Sequence[_Growing],
-    ) -> None:
-        tensors = SamplingTensors.build(
-            [draft.sampling for draft in drafts],
-            positions=[draft.position for draft in drafts],
-            is_coupled=[draft.is_coupled for draft in drafts],
-            vocabulary_size=self._runner.vocab_size,
-            device=self._device,
-        )
-        sample = draft_sample(
-            _penalize(logits, drafts),
-            tensors.temperature,
-            tensors.seeds,
-            tensors.positions,
-            top_k=tensors.top_k,
-            top_p=tensors.top_p,
-            min_p=tensors.min_p,
-            is_coupled=tensors.is_coupled,
-            num_candidates=self.num_candidates,
-            max_candidates=torch.tensor(
-                [draft.max_candidates for draft in drafts], dtype=torch.int32, device=self._device
-            ),
-            out=self._sample_of(len(drafts)),
-        )
-        token_ids = sample.token_ids.tolist()
-        candidate_ids = sample.candidate_ids.cpu().numpy()
-        candidate_weights = sample.candidate_weights.cpu().numpy().view(np.uint16)
-        for draft, token_id, ids, weights in zip(drafts, token_ids, candidate_ids, candidate_weights, strict=True):
-            draft.append(token_id, ids, weights)
-
-    def _sample_of(self, batch_size: int) -> DraftSample:
-        """Room for so many draft tokens, in the types that graphs have: another type would be another kernel."""
-
-        def new(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-            return torch.empty(shape, dtype=dtype, device=self._device)
-
-        shape = (batch_size, self.num_candidates)
-        return DraftSample(new(shape[:1], torch.int32), new(shape, torch.int32), new(shape, torch.int16))
-
-
-def _penalize(
-    logits: torch.Tensor,  # [len(drafts), vocab_size]
-    drafts: Sequence[_Growing],
-) -> torch.Tensor:  # [len(drafts), vocab_size]
-    """Shape q as the target will shape p, so that more is accepted; exact it need not be."""
-    concerned = [
-        penalized(index, draft.sampling, draft.history)
-        for index, draft in enumerate(drafts)
-        if draft.history is not None
-    ]
-    no_drafts = np.zeros(len(drafts) + 1, dtype=np.int32)
-    penalties = Penalties.build(concerned, no_drafts, no_drafts[:0], logits.device)
-    if penalties is None:
-        return logits
-    no_draft_ids = torch.empty(0, dtype=torch.int32, device=logits.device)
-    return apply_penalties(logits, penalties, no_draft_ids).dense(slice(None))
-
-
-class _Growing:
-    """The draft of one row while it grows."""
-
-    def __init__(
-        self,
-        sampling: SamplingParameters,
-        position: int,
-        max_candidates: int,
-        is_coupled: bool,
-        history: TokenHistory | None,
-    ) -> None:
-        self.sampling = sampling
-        self.position = position  # of the next token
-        self.max_candidates = max_candidates
-        self.is_coupled = is_coupled
-        # A copy, as it counts the draft tokens too, most of which never become part of the sequence.
-        self.history = None if history is None else history.copy()
-        self.token_ids: list[int] = []
-        self._candidate_ids: list[npt.NDArray[np.int32]] = []
-        self._candidate_weights: list[npt.NDArray[np.uint16]] = []
-
-    def append(self, token_id: int, ids: npt.NDArray[np.int32], weights: npt.NDArray[np.uint16]) -> None:
-        self.position += 1
-        self.token_ids.append(token_id)
-        if self.history is not None:
-            self.history.append([token_id])
-        self._candidate_ids.append(ids)
-        self._candidate_weights.append(weights)
-
-    def drafted(self) -> Drafted:
-        return Drafted(self.token_ids, np.stack(self._candidate_ids), np.stack(self._candidate_weights))
+    def _graph_of(self, shape: TreeShape) -> TreeGraph:
+        if (graph := self._graphs.get(shape)) is None:
+            if not self._buckets and len(self._graphs) >= _MAX_SHAPES:
+                self._graphs.pop(next(iter(self._graphs)))
+            graph = self._graphs[shape] = TreeGraph(self._parts, shape)
+        return graph

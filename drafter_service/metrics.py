@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
+import numpy as np
+
+from drafter_service.drafter import Drafts
+from outrider.protocol.expansions import ROOT
 from outrider.service.instruments import POWERS_OF_TWO, SECONDS
 from outrider.service.metrics import ServiceMetrics
 from outrider.v1 import drafter_pb2
 
 REFUSALS = tuple(
-    name.removeprefix("NO_PROPOSAL_REASON_").lower()
-    for name, number in drafter_pb2.NoProposalReason.items()
-    if number != drafter_pb2.NO_PROPOSAL_REASON_UNSPECIFIED
+    name.removeprefix("REFUSAL_REASON_").lower()
+    for name, number in drafter_pb2.RefusalReason.items()
+    if number != drafter_pb2.REFUSAL_REASON_UNSPECIFIED
 )
 
 
@@ -33,27 +37,33 @@ class DrafterMetrics(ServiceMetrics):
         self.sequences_limit = make.gauge(
             "outrider.drafter.sequences.limit", "{sequence}", "Most sequences that may be open at once"
         )
-        self.draft_tokens = make.counter("outrider.drafter.draft.tokens", "{token}", "Draft tokens proposed")
-        self.proposals = make.counter("outrider.drafter.proposals", "{proposal}", "Proposals made")
+        self.expansions = make.counter(
+            "outrider.drafter.expansions", "{expansion}", "Tokens whose continuation was computed, of all draft trees"
+        )
+        self.roots = make.counter(
+            "outrider.drafter.roots",
+            "{expansion}",
+            "Expansions of a last committed token: the tree began anew, as the target's token was no child or in turns",
+        )
+        self.children = make.counter(
+            "outrider.drafter.children", "{token}", "Tokens that may come next, first children and other outcomes"
+        )
         self.refusals = make.counter(
             "outrider.drafter.refusals",
-            "{proposal}",
-            "Answers without a proposal, by reason",
+            "{refusal}",
+            "Answers that there is nothing to draft, by reason",
             {"reason": REFUSALS},
-        )
-        self.rejections = make.counter(
-            "outrider.drafter.rejections", "{proposal}", "Proposals that the target did not accept to their end"
         )
         self.step_duration = make.histogram(
             "outrider.drafter.step.duration",
             "s",
-            "Time that one round of drafting took, for all sequences in it",
+            "Time that one pass of drafting took, for all sequences in it",
             buckets=SECONDS,
         )
         self.batch_sequences = make.histogram(
             "outrider.drafter.batch.sequences",
             "{sequence}",
-            "Sequences that one round drafted for",
+            "Sequences that one pass expanded or computed a prompt of",
             buckets=POWERS_OF_TWO[:11],
         )
         self.kv_blocks = make.gauge(
@@ -63,15 +73,19 @@ class DrafterMetrics(ServiceMetrics):
             "outrider.drafter.gpu.memory", "By", "Memory of the GPU, whoever holds it", {"state": ("used", "free")}
         )
 
-    def drafted(self, drafts: Sequence[int], *, num_sequences: int, seconds: float) -> None:
-        """A round for so many sequences brought drafts of these lengths."""
+    def drafted(self, drafts: Drafts, *, seconds: float) -> None:
+        """A pass brought these drafts."""
         self.step_duration.record(max(seconds, 0.0))
+        num_sequences = len(drafts.computing)
+        for expanded in drafts.expanded:
+            num_sequences += len(expanded.sequences)
+            self.expansions.add(len(expanded.parents))
+            self.roots.add(int(np.count_nonzero(expanded.parents == ROOT)))
+            self.children.add(expanded.child_ids.size)
         self.batch_sequences.record(num_sequences)
-        self.proposals.add(len(drafts))
-        self.draft_tokens.add(sum(drafts))
 
-    def refused(self, refusals: Iterable[drafter_pb2.NoProposal]) -> None:
-        """Answers without a proposal."""
+    def refused(self, refusals: Iterable[drafter_pb2.Refusal]) -> None:
+        """There is nothing for these sequences."""
         for refusal in refusals:
-            name = drafter_pb2.NoProposalReason.Name(refusal.reason)
-            self.refusals.add(1, name.removeprefix("NO_PROPOSAL_REASON_").lower())
+            name = drafter_pb2.RefusalReason.Name(refusal.reason)
+            self.refusals.add(1, name.removeprefix("REFUSAL_REASON_").lower())

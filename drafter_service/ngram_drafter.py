@@ -10,46 +10,30 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from drafter_service.drafter import Draft, NoDraft
+from drafter_service.chain_drafter import ChainDrafter
 from drafter_service.sequence import DraftSequence
-from kernels.limits import MAX_DRAFT_TOKENS
-from outrider.protocol.fingerprint import TokenizerDigest
-from outrider.protocol.handshake import DraftLimits
-from outrider.v1 import drafter_pb2
 
 
-class NgramDrafter:
+class NgramDrafter(ChainDrafter):
     """Looks for the longest recent n-gram, from `max_ngram` tokens down to `min_ngram`, at its latest earlier place."""
 
     kind = "ngram"
     name = "ngram"
-    revision = ""
-    vocabulary_size = 0
-    max_length = 0
-    limits = DraftLimits(MAX_DRAFT_TOKENS, max_candidates=0)
-    tokenizer = TokenizerDigest()
-    device = None
-    num_kv_blocks = 0
-    num_free_kv_blocks = 0
 
     def __init__(self, *, min_ngram: int = 2, max_ngram: int = 4) -> None:
+        super().__init__()
         if not 1 <= min_ngram <= max_ngram:
             raise ValueError(f"min_ngram: must be from 1 to max_ngram ({max_ngram}), is {min_ngram}")
         self._sizes = range(max_ngram, min_ngram - 1, -1)
         self._texts: dict[DraftSequence, _Text] = {}
 
-    def load(self) -> None:
-        """Nothing to load."""
-
-    def draft(self, wanting: Sequence[DraftSequence]) -> Sequence[Draft | NoDraft]:
-        """One answer for each sequence: a one-hot draft, or NO_MATCH."""
-        return [self._draft_one(sequence) for sequence in wanting]
-
     def release(self, sequence: DraftSequence) -> None:
-        """Forget the sequence's tokens."""
+        """Forget the sequence and its tokens."""
+        super().release(sequence)
         self._texts.pop(sequence, None)
 
-    def _draft_one(self, sequence: DraftSequence) -> Draft | NoDraft:
+    def find(self, sequence: DraftSequence) -> Sequence[int]:
+        """What followed the last few tokens when they stood there before; nothing where they never did."""
         tokens = self._texts.setdefault(sequence, _Text()).follow(sequence.token_ids)
         # Where the last token stood before: every match of a longer n-gram ends at one of these places.
         ends = np.flatnonzero(tokens[:-1] == tokens[-1])
@@ -59,8 +43,9 @@ class NgramDrafter:
                 places = places[tokens[places - back] == tokens[-1 - back]]
             if len(places):
                 start = int(places[-1]) + 1
-                return Draft(sequence, tokens[start : start + sequence.max_draft_tokens].tolist())
-        return NoDraft(sequence, drafter_pb2.NO_PROPOSAL_REASON_NO_MATCH)
+                found: list[int] = tokens[start : start + sequence.max_draft_tokens].tolist()
+                return found
+        return ()
 
 
 class _Text:

@@ -1,4 +1,4 @@
-"""Proposals that a file or a callable gives: for tests, for replaying a known answer, and for drafters of one's own."""
+"""Draft tokens that a file or a callable gives: for tests, to replay a known answer, and for drafters of one's own."""
 
 from __future__ import annotations
 
@@ -7,58 +7,42 @@ import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from drafter_service.drafter import Draft, NoDraft
+from drafter_service.chain_drafter import ChainDrafter
+from drafter_service.drafter import NoDraft
 from drafter_service.sequence import DraftSequence
-from kernels.limits import MAX_DRAFT_TOKENS
-from outrider.protocol.fingerprint import TokenizerDigest
-from outrider.protocol.handshake import DraftLimits
 from outrider.v1 import drafter_pb2
 
-# Given the committed token ids and the most tokens to propose, the draft tokens; none is an answer too.
+# Ids fit into 32 bits with a sign.
+MAX_TOKEN_ID = 1 << 31
+# Given the committed token ids and the most tokens to draft, the draft tokens; none is an answer too.
 Script = Callable[[Sequence[int], int], Sequence[int]]
 
 
-class ScriptedDrafter:
-    """Proposes what its script says, each token as certain."""
+class ScriptedDrafter(ChainDrafter):
+    """Drafts what its script says, each token as certain."""
 
     kind = "scripted"
     name = "scripted"
-    revision = ""
-    vocabulary_size = 0
-    max_length = 0
-    limits = DraftLimits(MAX_DRAFT_TOKENS, max_candidates=0)
-    tokenizer = TokenizerDigest()
-    device = None
-    num_kv_blocks = 0
-    num_free_kv_blocks = 0
 
     def __init__(self, script: Script) -> None:
+        super().__init__()
         self._script = script
 
-    def load(self) -> None:
-        """Nothing to load."""
-
-    def draft(self, wanting: Sequence[DraftSequence]) -> Sequence[Draft | NoDraft]:
-        """One answer for each sequence. A script that raises costs its sequence the drafter and nothing else."""
-        return [self._draft_one(sequence) for sequence in wanting]
-
-    def release(self, sequence: DraftSequence) -> None:
-        """Nothing is held."""
-
-    def _draft_one(self, sequence: DraftSequence) -> Draft | NoDraft:
+    def find(self, sequence: DraftSequence) -> Sequence[int] | NoDraft:
+        """What the script says. One that raises, or names no ids, costs its sequence the drafter and nothing else."""
         try:
             found = list(self._script(tuple(sequence.token_ids), sequence.max_draft_tokens))
         except Exception as error:
-            return NoDraft(sequence, drafter_pb2.NO_PROPOSAL_REASON_INTERNAL, f"the script raised {error!r}")
-        if not found:
-            return NoDraft(sequence, drafter_pb2.NO_PROPOSAL_REASON_NO_MATCH)
-        return Draft(sequence, found[: sequence.max_draft_tokens])
+            return NoDraft(sequence, drafter_pb2.REFUSAL_REASON_INTERNAL, f"the script raised {error!r}")
+        if not all(0 <= token_id < MAX_TOKEN_ID for token_id in found):
+            return NoDraft(sequence, drafter_pb2.REFUSAL_REASON_INTERNAL, "the script named what is no token id")
+        return found[: sequence.max_draft_tokens]
 
 
 def load_script(source: str) -> Script:
     """The script that `source` names: `module:function`, or a JSON file {"sequences": [[token ids], ...]}.
 
-    A file's script proposes what stands behind the committed tokens in the first sequence that begins with them. Raises
+    A file's script drafts what stands behind the committed tokens in the first sequence that begins with them. Raises
     ValueError when there is no such function or file, or the file holds something else.
     """
     module_name, separator, name = source.partition(":")

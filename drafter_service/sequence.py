@@ -1,43 +1,44 @@
-"""A sequence as the drafter sees it: what the target has committed and what was proposed behind that."""
+"""A sequence as the drafter sees it: what the target has committed, and how it is to be drafted for."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from itertools import count
 
-from drafter_service.proposing import Proposing
 from engine.block_manager import BlockTable
+from outrider.protocol.handshake import DraftLimits
 from outrider.protocol.sampling_parameters import SamplingParameters
-from outrider.protocol.wire import MAX_CANDIDATES
 from outrider.service.logs import Subject
 from outrider.service.step_spans import StepSpans
+from outrider.v1 import common_pb2
 
 _serials = count()
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
 class DraftSequence:
     """One sequence of one verifier.
 
-    `token_ids` are committed; what `proposing` has out stands right behind them. `num_computed` tokens of both together
-    have their keys and values in the drafter's cache, in `block_ids`.
+    `token_ids` are committed. The engine appends what verdicts bring and then tells the drafter; nobody else writes
+    them.
     """
 
     sequence_id: int
     token_ids: list[int]
     num_prompt_tokens: int
     sampling: SamplingParameters
+    # Resolved: GREEDY, REJECTION or COUPLED.
+    verification: common_pb2.Verification
+    # Most draft tokens that a step verifies (K).
     max_draft_tokens: int
-    # Whether q must travel with the tokens: not where the verifier only compares with a token of the target's own.
-    wants_candidates: bool
-    # Most candidates of a draft token that the verifier takes.
-    max_candidates: int = MAX_CANDIDATES
-    # Whether each draft token shall be what the target would draw if q were its distribution.
-    is_coupled: bool = False
+    # What holds on the stream.
+    limits: DraftLimits
+    # Which stream: no two of the process have the same.
+    session_id: int = 0
     traceparent: str = ""
     # None unless the request's trace is sampled.
     spans: StepSpans | None = None
-    proposing: Proposing = field(default_factory=Proposing)
+    # Of the model drafter: how many committed tokens have their keys and values in its cache, and where.
     num_computed: int = 0
     block_ids: BlockTable = field(default_factory=BlockTable)
     # No other sequence of the process has it, whatever verifier it comes from.
@@ -58,14 +59,7 @@ class DraftSequence:
         """Committed tokens whose keys and values are not computed."""
         return self.length - self.num_computed
 
-    def commit(self, token_ids: list[int], num_committed: int, epoch: int) -> None:
-        """Take in a verdict, and forget what was computed for draft tokens that it did not accept.
-
-        Raises InvalidArgumentError when the verdict does not continue what is committed, or is of an epoch that has not
-        begun.
-        """
-        difference = self.proposing.take(token_ids, num_committed, epoch, length=len(self.token_ids))
-        if difference is not None:
-            # Keys and values from here on were computed for tokens that are no part of the sequence.
-            self.num_computed = min(self.num_computed, len(self.token_ids) + difference)
-        self.token_ids += token_ids
+    @property
+    def wants_candidates(self) -> bool:
+        """Whether q must travel with its first children: the others are only compared with the target's own token."""
+        return self.verification == common_pb2.VERIFICATION_REJECTION and self.limits.max_candidates > 0

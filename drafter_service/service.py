@@ -13,16 +13,9 @@ from typing import Any
 import grpc
 
 from drafter_service.drafter import Drafter
-from drafter_service.engine import (
-    DrafterEngine,
-    DraftRecords,
-    EngineEvent,
-    EngineOutput,
-    FrameArrived,
-    SessionClosed,
-    SessionOpened,
-)
+from drafter_service.engine import DrafterEngine, DraftRecords, EngineEvent, EngineOutput
 from drafter_service.metrics import DrafterMetrics
+from drafter_service.session import FrameArrived, SessionClosed, SessionOpened
 from engine.gpu_memory import gpu_memory
 from kernels.random_scheme import RANDOM_SCHEME
 from outrider.protocol.errors import InvalidArgumentError, UnavailableError
@@ -121,19 +114,15 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
             raise InvalidArgumentError("identity", "must be set in the first frame of a stream")
         check_compatible(first.identity, self._identity())
         limits = self._drafter.limits.with_offer(first.limits)
-        logger.info(
-            "drafting for %s: at most %d draft tokens a proposal, %d candidates a draft token",
-            first.identity.name or "a target",
-            limits.max_draft_tokens,
-            limits.max_candidates,
-        )
-        session_id = next(self._session_ids)
+        # What is wrong with it must end the stream before the verifier is told that it was accepted.
+        arrived = FrameArrived.of(session_id := next(self._session_ids), first)
+        logger.info("drafting for %s: %s", first.identity.name or "a target", limits)
         outbox: asyncio.Queue[drafter_pb2.DraftResponse | None] = asyncio.Queue()
         # Tells the verifier that it was accepted: only now will it send sequences.
         outbox.put_nowait(drafter_pb2.DraftResponse(limits=limits.to_message()))
         self._outboxes[session_id] = outbox
         self._thread.post(SessionOpened(session_id, limits))
-        self._thread.post(FrameArrived(session_id, first))
+        self._thread.post(arrived)
         reader = asyncio.create_task(self._read(session_id, requests, outbox))
         try:
             while (frame := await outbox.get()) is not None:
@@ -141,7 +130,8 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
             if self._has_failed:
                 raise UnavailableError("the drafter's engine failed", retry_delay_seconds=1.0)
             if reader.done():
-                # Raises what ended the reading: a frame that did not parse ends the stream with its status.
+                # Raises what ended the reading: a frame that did not parse, or whose arrays do not fit each other, ends
+                # the stream with its status.
                 reader.result()
         finally:
             # First what cannot be interrupted. A task that is cancelled posts nothing more.
@@ -158,7 +148,7 @@ class DrafterService(drafter_pb2_grpc.DrafterServiceServicer):
     ) -> None:
         try:
             async for frame in requests:
-                self._thread.post(FrameArrived(session_id, frame))
+                self._thread.post(FrameArrived.of(session_id, frame))
         finally:
             outbox.put_nowait(None)
 

@@ -9,7 +9,7 @@ from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from kernels.limits import MAX_DRAFT_TOKENS, NUM_CANDIDATES
-from outrider.protocol.wire import MAX_CANDIDATES
+from outrider.protocol.wire import MAX_CANDIDATES, MAX_CHILDREN, MAX_EXPANSIONS, MIN_EXPANSIONS, NUM_EXPANSIONS
 from outrider.service.settings import ModelSettings
 
 
@@ -45,7 +45,40 @@ class DrafterSettings(ModelSettings):
         "and the verifier's holds",
     )
     graph_max_sequences: int = Field(
-        default=64, ge=1, description="most sequences that CUDA graphs draft for at once; more take several rounds"
+        default=64, ge=1, description="most sequences that one replay drafts for at once; more take several"
+    )
+    takes_turns: bool | None = Field(
+        default=None,
+        description="rest until the target has decided, in place of running ahead of it; unset: on a CPU, where both"
+        " models may share the cores. A verifier that asks for turns gets them",
+    )
+    num_children: int = Field(
+        default=4,
+        ge=1,
+        le=MAX_CHILDREN,
+        description="tokens that may follow, named for each expansion of the draft tree, F",
+    )
+    max_expansions: int | None = Field(
+        default=None,
+        ge=MIN_EXPANSIONS,
+        le=MAX_EXPANSIONS,
+        description=f"expansions of a sequence that are kept, E; unset: {NUM_EXPANSIONS}, and {MIN_EXPANSIONS} where it"
+        " takes turns",
+    )
+    pass_nodes: int | None = Field(
+        default=None,
+        ge=1,
+        description="expansions of a pass that runs ahead, shared out among its sequences, of which each gets 1 to 32;"
+        " unset: 256 on a GPU, 8 on a CPU",
+    )
+    replay_passes: int = Field(
+        default=1, ge=1, le=4, description="passes that run ahead in one go; a verdict waits for them all"
+    )
+    min_path_probability: float = Field(
+        default=0.005,
+        ge=0,
+        lt=1,
+        description="what is less likely to be reached is not expanded: the drafter rests where nothing else is left",
     )
 
     @model_validator(mode="after")

@@ -34,8 +34,9 @@ class RunnerSettings(Protocol):
     def num_threads(self) -> int: ...
 
 
-def make_runner(settings: RunnerSettings, model_path: Path) -> ModelRunner:
-    """Load a model where the settings say; to be called on the thread that will own it.
+def make_runner(settings: RunnerSettings, model_path: Path, *, num_reserved_slots: int = 0) -> ModelRunner:
+    """Load a model where the settings say, with so many cache slots beside its blocks; to be called on the thread that
+    will own it.
 
     Raises ModelLoadError for a model that cannot be served and ValueError for a device that is not there.
     """
@@ -49,6 +50,7 @@ def make_runner(settings: RunnerSettings, model_path: Path) -> ModelRunner:
         dtype=resolve_dtype(settings.dtype, device),
         block_size=settings.block_size,
         num_blocks=settings.num_blocks,
+        num_reserved_slots=num_reserved_slots,
         memory_fraction=settings.memory_fraction,
         cpu_cache_bytes=settings.cpu_cache_bytes,
         max_num_batched_tokens=settings.max_num_batched_tokens,

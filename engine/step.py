@@ -12,9 +12,6 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol, TypeVar
 
-import numpy as np
-import numpy.typing as npt
-
 from engine.block_manager import BlockTable
 from engine.draft_tokens import NO_DRAFT_TOKENS, DraftTokens
 from outrider.protocol.sampling_parameters import SamplingParameters
@@ -82,31 +79,18 @@ class Sampled:
     logprobs: Sequence[PositionLogprobs] = ()  # one a token, or none at all
 
 
-@dataclass(slots=True)  # not frozen: one for each sequence of a round
-class DraftRow:
-    """One sequence's part of a drafting round: tokens to compute, then tokens to draft behind them."""
+@dataclass(slots=True)  # not frozen: one for each sequence of a pass
+class TreeRow:
+    """A sequence whose draft tree a pass grows."""
 
     slot: Slot
     sampling: SamplingParameters
-    blocks: BlockTable  # cover the row's tokens and all that are drafted but the last one
-    start: int  # position of the first token
-    token_ids: Sequence[int]
-    num_draft_tokens: int  # 0: keys and values alone, for an inner chunk of a prompt
-    max_candidates: int  # at least 1: how many of a token's candidates may have weight, if there are more
-    is_coupled: bool = (
-        False  # whether each token is what the target would draw if this were its distribution, and certain
-    )
+    blocks: BlockTable  # cover all committed tokens that the device was told of
+    # Whether each first child is what the target would draw if q were its distribution, and certain.
+    is_coupled: bool
+    max_candidates: int  # at least 1: how many of a first child's candidates may have weight, if there are more
     # Token counts for penalties, up to date when the row is submitted; None where there are none.
     history: TokenHistory | None = None
-
-
-@dataclass(slots=True)  # not frozen: one for each sequence of a round
-class Drafted:
-    """What a round drafts for one row, and the distributions that the tokens were drawn from."""
-
-    token_ids: list[int]
-    candidate_ids: npt.NDArray[np.int32]  # [num_tokens, m]
-    candidate_weights: npt.NDArray[np.uint16]  # [num_tokens, m], in units of 1/65,536
 
 
 class PassKind(Enum):
@@ -142,7 +126,7 @@ class Pass(Protocol[ResultT]):
 class Executor(Protocol[RowT, ResultT]):
     """Runs steps of one model, in the order of their submission. Belongs to the thread that owns the model.
 
-    A verifier's takes `Row`s and finds `Sampled`, a drafter's takes `DraftRow`s and finds `Drafted`.
+    A verifier's takes `Row`s and finds `Sampled`.
     """
 
     @property

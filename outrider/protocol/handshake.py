@@ -1,52 +1,78 @@
-"""What a target and a drafter settle before the first proposal: whether they fit, and how large proposals may be."""
+"""What a target and a drafter settle before anything is drafted: whether they fit, how much is drafted, and how."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from outrider.protocol.errors import FailedPreconditionError, InvalidArgumentError
+from outrider.protocol.wire import MIN_EXPANSIONS, NUM_EXPANSIONS
 from outrider.v1 import common_pb2, drafter_pb2
 
 
 @dataclass(frozen=True)
 class DraftLimits:
-    """How large proposals may be."""
+    """How much is drafted on a stream, and in which way."""
 
     max_draft_tokens: int
-    """Of a proposal (K)."""
+    """Of a chain that a step verifies (K)."""
     max_candidates: int
-    """Of a draft token; 0: none are sent, each draft token is certain."""
+    """Of the distribution of a first child; 0: none are sent, each first child is certain."""
+    num_children: int = 1
+    """Most of an expansion (F)."""
+    max_expansions: int = NUM_EXPANSIONS
+    """That either side keeps of a sequence (E)."""
+    takes_turns: bool = False
+    """Whether the drafter rests until a verdict comes, and the verifier waits for it; else it runs ahead."""
+
+    def __str__(self) -> str:
+        """As logs say it."""
+        way = "in turns" if self.takes_turns else "running ahead"
+        return (
+            f"{way}, at most {self.max_draft_tokens} draft tokens a chain, {self.num_children} children and "
+            f"{self.max_candidates} candidates an expansion, {self.max_expansions} expansions a sequence"
+        )
 
     def to_message(self) -> drafter_pb2.DraftLimits:
         """What travels in the first frame of either side."""
-        return drafter_pb2.DraftLimits(max_draft_tokens=self.max_draft_tokens, max_candidates=self.max_candidates)
+        return drafter_pb2.DraftLimits(**asdict(self))
 
     def with_offer(self, offer: drafter_pb2.DraftLimits) -> DraftLimits:
         """What holds on a stream for whose verifier a drafter of these limits has got `offer`.
 
         Raises InvalidArgumentError, naming the field, for an offer of nothing.
         """
-        for name in ("max_draft_tokens", "max_candidates"):
-            if getattr(offer, name) < 1:
-                raise InvalidArgumentError(f"limits.{name}", "must be at least 1 in the first frame of a stream")
-        return DraftLimits(
-            min(self.max_draft_tokens, offer.max_draft_tokens), min(self.max_candidates, offer.max_candidates)
-        )
+        for name, (least_offered, _) in _RANGES.items():
+            if getattr(offer, name) < least_offered:
+                raise InvalidArgumentError(
+                    f"limits.{name}", f"must be at least {least_offered} in the first frame of a stream"
+                )
+        agreed = {name: min(getattr(self, name), getattr(offer, name)) for name in _RANGES}
+        return DraftLimits(**agreed, takes_turns=self.takes_turns or offer.takes_turns)
 
     def with_answer(self, answer: drafter_pb2.DraftLimits) -> DraftLimits:
         """What holds on a stream whose drafter has answered the offer of these limits with `answer`.
 
-        Raises FailedPreconditionError, naming the field, for more than was offered, or no draft tokens at all.
+        Raises FailedPreconditionError, naming the field, for more than was offered, too little to draft at all, or no
+        turns where they were asked for.
         """
-        for name, least, most in (
-            ("max_draft_tokens", 1, self.max_draft_tokens),
-            ("max_candidates", 0, self.max_candidates),
-        ):
+        for name, (_, least) in _RANGES.items():
+            most = getattr(self, name)
             if not least <= getattr(answer, name) <= most:
                 raise FailedPreconditionError(
                     f"limits.{name}: the drafter answered {getattr(answer, name)}, not {least} to {most}"
                 )
-        return DraftLimits(answer.max_draft_tokens, answer.max_candidates)
+        if self.takes_turns and not answer.takes_turns:
+            raise FailedPreconditionError("limits.takes_turns: the drafter runs ahead where it was asked to take turns")
+        return DraftLimits(**{name: getattr(answer, name) for name in _RANGES}, takes_turns=answer.takes_turns)
+
+
+# Of each number the least that a verifier may offer, and the least that a drafter may answer.
+_RANGES = {
+    "max_draft_tokens": (1, 1),
+    "max_candidates": (1, 0),
+    "num_children": (1, 1),
+    "max_expansions": (MIN_EXPANSIONS, MIN_EXPANSIONS),
+}
 
 
 def check_compatible(target: common_pb2.ModelIdentity, drafter: common_pb2.ModelIdentity) -> None:

@@ -35,6 +35,7 @@ TYPES = {
     torch.int32: "*i32",
     torch.int64: "*i64",
     torch.bool: "*i1",
+    torch.uint8: "*u8",
 }
 compiled: dict[str, dict[str, int]] = {}
 
@@ -51,6 +52,9 @@ def compile_launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: A
         if parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
             signature[parameter.name] = "constexpr"
             constants[parameter.name] = value
+            continue
+        if isinstance(value, float):
+            signature[parameter.name] = "fp32"
             continue
         signature[parameter.name] = TYPES[value.dtype] if isinstance(value, torch.Tensor) else "i32"
         if isinstance(value, torch.Tensor) or value % 16 == 0:

@@ -28,10 +28,8 @@ import kernels.paged_attention_triton
 import kernels.rms_norm_triton
 import kernels.rotary_triton
 import kernels.silu_mul_triton
-from drafter_service.drafter import Draft
 from drafter_service.executor import DraftExecutor
 from drafter_service.model_drafter import ModelDrafter
-from drafter_service.sequence import DraftSequence
 from engine.block_manager import BlockManager, BlockTable
 from engine.draft_tokens import DraftRows, DraftTokens
 from engine.model_runner import ModelRunner
@@ -41,6 +39,7 @@ from engine.step import Row, Wanted
 from kernels.dispatch import interpreted_kernels
 from outrider.protocol.fingerprint import TokenizerDigest
 from outrider.protocol.sampling_parameters import SamplingParameters
+from tests.services.draft_sequences import begin, chains_of, commit, draft_sequence
 from verifier_service.executor import TargetExecutor
 
 VOCABULARY = 8192
@@ -166,25 +165,24 @@ def draft(runner: ModelRunner, launches: Launches, rng: np.random.Generator) -> 
         sampling = list(KINDS.values())[number % len(KINDS)]
         lengths = SHORT if number < len(BATCH_SIZES) else MIXED
         sequences = [
-            DraftSequence(
+            draft_sequence(
+                rng.integers(0, VOCABULARY, 1 + int(rng.choice(lengths))).tolist(),
                 sequence_id=index,
-                token_ids=rng.integers(0, VOCABULARY, int(rng.choice(lengths))).tolist(),
                 num_prompt_tokens=1,
                 sampling=SamplingParameters(**(sampling if index % 3 else {})),
                 max_draft_tokens=K,
-                wants_candidates=True,
             )
             for index in range(num_sequences)
         ]
+        for sequence in sequences:
+            begin(drafter, sequence)
         for _ in range(4):
-            for answer in drafter.draft(sequences):
-                assert isinstance(answer, Draft)
-                sequence, count = answer.sequence, int(rng.integers(0, K + 1))
-                sequence.proposing.propose(answer.token_ids)
-                verdict = [*answer.token_ids[:count], 1]
-                sequence.commit(verdict, sequence.length + len(verdict), sequence.proposing.epoch)
-                # The end of a chunk that the budget cut, and what came while the opening was not answered.
-                sequence.num_computed -= min(sequence.num_computed, int(rng.choice([0, 0, 4, 11])))
+            drafts = drafter.draft()
+            assert not drafts.refusals
+            for chain in chains_of(drafts):
+                commit(drafter, chain.sequence, [*chain.token_ids[: int(rng.integers(0, K + 1))], 1])
+                # The end of a chunk that the budget cut, and what came while the prompt was computed.
+                chain.sequence.num_computed -= min(chain.sequence.num_computed, int(rng.choice([0, 0, 4, 11])))
         for sequence in sequences:
             drafter.release(sequence)
 

@@ -5,6 +5,7 @@ Without a GPU the same work runs unrecorded, which covers its layout and padding
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,6 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from drafter_service.drafter import Draft
 from drafter_service.executor import DraftExecutor
 from drafter_service.model_drafter import ModelDrafter
 from drafter_service.sequence import DraftSequence
@@ -22,7 +22,10 @@ from kernels.limits import MAX_DRAFT_TOKENS
 from outrider.protocol.fingerprint import TokenizerDigest
 from outrider.protocol.handshake import DraftLimits
 from outrider.protocol.sampling_parameters import SamplingParameters
+from outrider.protocol.wire import MAX_EXPANSIONS
+from outrider.v1 import common_pb2
 from tests.service_device import SERVICE_DEVICE, graph_pool
+from tests.services.draft_sequences import LIMITS, all_chains, begin, chains_of, commit, draft_sequence
 from tests.tiny_models import save_tiny_llama
 
 VOCABULARY = 64
@@ -83,32 +86,19 @@ def test_buckets_end_where_they_should(most: int) -> None:
     assert buckets[-1] == most
 
 
-def all_drafts(drafter: ModelDrafter, sequences: list[DraftSequence]) -> list[Draft]:
-    """A draft for each sequence, in as many rounds as it takes."""
-    found: dict[DraftSequence, Draft] = {}
-    while missing := [sequence for sequence in sequences if sequence not in found]:
-        for draft in drafter.draft(missing):
-            assert isinstance(draft, Draft)
-            found[draft.sequence] = draft
-    return [found[sequence] for sequence in sequences]
-
-
 def draft_sequences() -> list[DraftSequence]:
     generator = np.random.default_rng(3)
     return [
-        DraftSequence(
+        draft_sequence(
+            generator.integers(0, VOCABULARY, 3 + 9 * index).tolist(),
             sequence_id=index,
-            token_ids=generator.integers(0, VOCABULARY, 3 + 9 * index).tolist(),
             num_prompt_tokens=1,
             sampling=sampling,
+            verification=common_pb2.VERIFICATION_GREEDY if sampling.is_greedy else common_pb2.VERIFICATION_REJECTION,
             max_draft_tokens=1 + index % 4,
-            wants_candidates=not sampling.is_greedy and not is_coupled,
-            max_candidates=(16, 16, 3, 5, 64)[index % 5],
-            is_coupled=is_coupled,
+            limits=replace(LIMITS, max_candidates=(16, 16, 3, 5, 64)[index]),
         )
-        for index, (sampling, is_coupled) in enumerate(
-            [(sampling, False) for sampling in SAMPLING] + [(sampling, True) for sampling in SAMPLING[1:]]
-        )
+        for index, sampling in enumerate(SAMPLING)
     ]
 
 
@@ -118,22 +108,22 @@ def test_a_graphed_round_drafts_what_an_eager_one_does(model: Path) -> None:
     def three_rounds(drafter: ModelDrafter) -> list[tuple[list[int], list[dict[int, int]]]]:
         """Of each draft the tokens, and for each of them the weights of its candidates."""
         sequences = draft_sequences()
+        for sequence in sequences:
+            begin(drafter, sequence)
         found: list[tuple[list[int], list[dict[int, int]]]] = []
         for round_number in range(3):
-            for draft in all_drafts(drafter, sequences):
-                tokens = list(draft.token_ids)
+            for draft in all_chains(drafter, sequences):
+                sequence, tokens = draft.sequence, draft.token_ids
                 if draft.candidate_ids is None or draft.candidate_weights is None:
                     found.append((tokens, []))
                 else:
-                    assert draft.candidate_ids.shape[1] == min(16, draft.sequence.max_candidates)
+                    assert not draft.candidate_weights[:, sequence.limits.max_candidates :].any()
                     rows = zip(draft.candidate_ids.tolist(), draft.candidate_weights.tolist(), strict=True)
                     # Candidates without weight are padding, and may be any.
                     found.append((tokens, [{i: w for i, w in zip(*row, strict=True) if w} for row in rows]))
                 # All accepted and a bonus token in one round, a rejection at the first token in the next.
-                sequence = draft.sequence
-                sequence.proposing.propose(tokens)
-                verdict = [*tokens, 7] if (round_number + sequence.sequence_id) % 2 else [(tokens[0] + 1) % VOCABULARY]
-                sequence.commit(verdict, sequence.length + len(verdict), 0)
+                is_accepted = (round_number + sequence.sequence_id) % 2
+                commit(drafter, sequence, [*tokens, 7] if is_accepted else [(tokens[0] + 1) % VOCABULARY])
         for sequence in sequences:
             drafter.release(sequence)
         return found
@@ -150,8 +140,9 @@ def test_a_graphed_round_drafts_what_an_eager_one_does(model: Path) -> None:
 
 def test_verifiers_may_ask_for_what_graphs_make(model: Path) -> None:
     """Catches a request that is drafted without a graph, step by step, while everybody else waits."""
-    assert loaded_drafter(model).limits == DraftLimits(MAX_DRAFT_TOKENS, 16)
-    assert loaded_drafter(model, graph_rows=8).limits == DraftLimits(4, 16)
+    limits = DraftLimits(MAX_DRAFT_TOKENS, 16, 1, MAX_EXPANSIONS, takes_turns=True)
+    assert loaded_drafter(model).limits == limits
+    assert loaded_drafter(model, graph_rows=8).limits == replace(limits, max_draft_tokens=4)
 
 
 def test_a_graph_stays_within_learnt_positions(tmp_path: Path) -> None:
@@ -161,20 +152,10 @@ def test_a_graph_stays_within_learnt_positions(tmp_path: Path) -> None:
     GPT2LMHeadModel(config).save_pretrained(tmp_path)
 
     def drafted(drafter: ModelDrafter) -> list[int]:
-        sequence = DraftSequence(
-            sequence_id=1,
-            token_ids=list(range(18)),
-            num_prompt_tokens=18,
-            sampling=SAMPLING[1],
-            max_draft_tokens=8,
-            wants_candidates=True,
-            num_computed=0,
-        )
-        all_drafts(drafter, [sequence])  # the prompt is no round of a graph's
-        # From the last prompt token on: what a graph can do.
-        sequence.num_computed = 17
-        (draft,) = all_drafts(drafter, [sequence])
-        return list(draft.token_ids)
+        sequence = draft_sequence(range(18), sampling=SAMPLING[1], max_draft_tokens=8)
+        begin(drafter, sequence)
+        (chain,) = all_chains(drafter, [sequence])
+        return chain.token_ids
 
     eager = drafted(loaded_drafter(tmp_path))
     assert drafted(loaded_drafter(tmp_path, graph_rows=2, max_draft_tokens=8)) == eager
@@ -185,13 +166,40 @@ def test_a_prompt_does_not_hold_up_those_that_draft(model: Path) -> None:
     """Catches a prompt, computed step by step, in one round with what a graph holds; and one that is never computed."""
     drafter = loaded_drafter(model, graph_rows=8)
     old, new = draft_sequences()[2:4]
-    all_drafts(drafter, [old])
+    begin(drafter, old)
+    all_chains(drafter, [old])
+    begin(drafter, new)
     answers = []
     for _ in range(4):
-        for sequence in (old, new):  # all drafts rejected
-            sequence.num_computed = min(sequence.num_computed, sequence.length - 1)
-        answers.append([draft.sequence for draft in drafter.draft([old, new])])
-    assert answers == [[old], [], [old, new], [old, new]]
+        if not answers or old in answers[-1]:
+            commit(drafter, old, [1])
+        drafts = drafter.draft()
+        answers.append([chain.sequence for chain in chains_of(drafts)])
+        assert set(drafts.computing) == [{new}, {old, new}, set(), set()][len(answers) - 1]
+    assert answers == [[old], [], [old, new], [old]]
+
+
+def test_a_prompt_is_computed_before_the_first_verdict(model: Path) -> None:
+    """Catches one that the first verdict waits for, and a drafter that works on although nothing is to be done."""
+    for graph_rows in (0, 8):
+        drafter = loaded_drafter(model, graph_rows=graph_rows)
+        sequence = draft_sequence(range(40))
+        drafter.open(sequence)
+        assert drafter.has_work
+        assert not list(chains_of(drafter.draft()))
+        assert not drafter.has_work
+        assert sequence.num_missing == 1, "the last one is computed with what follows it"
+        commit(drafter, sequence, [41])
+        (chain,) = chains_of(drafter.draft())
+        assert len(chain.token_ids) == 4
+        assert not drafter.has_work
+        # A chain that was accepted in part, and not contradicted, is drafted anew: the same tokens, and more of them.
+        commit(drafter, sequence, chain.token_ids[:2])
+        (again,) = chains_of(drafter.draft())
+        assert again.token_ids[:2] == chain.token_ids[2:]
+        drafter.release(sequence)
+        assert drafter.num_free_kv_blocks == drafter.num_kv_blocks
+        assert not drafter.has_work
 
 
 def test_a_full_cache_changes_no_draft(model: Path) -> None:
@@ -201,26 +209,24 @@ def test_a_full_cache_changes_no_draft(model: Path) -> None:
         drafter = loaded_drafter(model, num_blocks=num_blocks)
         generator = np.random.default_rng(6)
         sequences = [
-            DraftSequence(
+            draft_sequence(
+                generator.integers(0, VOCABULARY, 26 + 3 * index).tolist(),
                 sequence_id=index,
-                token_ids=generator.integers(0, VOCABULARY, 26 + 3 * index).tolist(),
                 num_prompt_tokens=1,
                 sampling=SamplingParameters(temperature=1.0, seed=index),
-                max_draft_tokens=4,
-                wants_candidates=True,
             )
             for index in range(6)
         ]
+        for sequence in sequences:
+            begin(drafter, sequence)
         found = []
         for _ in range(30):
-            drafts = all_drafts(drafter, sequences)
+            drafts = all_chains(drafter, sequences)
             for sequence, draft in zip(sequences, drafts, strict=True):
                 assert draft.candidate_weights is not None
                 found += [(sequence.sequence_id, sorted(row)) for row in draft.candidate_weights.tolist()]
                 # What the target commits does not depend on what was drafted: always something else.
-                token_id = int(generator.integers(0, VOCABULARY))
-                sequence.proposing.propose([token_id + 1])
-                sequence.commit([token_id], sequence.length + 1, 0)
+                commit(drafter, sequence, [int(generator.integers(0, VOCABULARY))])
         return found
 
     # Behind the first draft token, later ones follow what was drawn, which may fall on either side of a rounded weight.

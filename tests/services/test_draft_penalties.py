@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from drafter_service.drafter import Draft
 from drafter_service.model_drafter import ModelDrafter
 from drafter_service.sequence import DraftSequence
 from engine.step import PassKind
 from outrider.protocol.sampling_parameters import SamplingParameters
-from tests.services.test_draft_executor import all_drafts, loaded_drafter
+from tests.services.draft_sequences import Chain, all_chains, begin, commit, draft_sequence
+from tests.services.test_draft_executor import loaded_drafter
 from tests.tiny_models import save_tiny_llama
 
 VOCABULARY = 64
@@ -33,18 +33,24 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def sequence_with(sampling: dict[str, Any], *, number: int = 0, max_draft_tokens: int = 4) -> DraftSequence:
     generator = np.random.default_rng(number)
-    return DraftSequence(
-        sequence_id=number,
+    return draft_sequence(
         # Few tokens, many of them again and again, in the prompt and in the output.
-        token_ids=generator.integers(0, 12, 14 + number).tolist(),
+        generator.integers(0, 12, 14 + number).tolist(),
+        sequence_id=number,
         num_prompt_tokens=6,
         sampling=SamplingParameters(**sampling),
         max_draft_tokens=max_draft_tokens,
-        wants_candidates=True,
     )
 
 
-def first_of(draft: Draft) -> tuple[int, dict[int, int]]:
+def first_drafts(drafter: ModelDrafter, sequences: list[DraftSequence]) -> list[Chain]:
+    """The answers to the first verdicts."""
+    for sequence in sequences:
+        begin(drafter, sequence)
+    return all_chains(drafter, sequences)
+
+
+def first_of(draft: Chain) -> tuple[int, dict[int, int]]:
     """The first draft token, and the distribution that it was drawn from as weights by token."""
     assert draft.candidate_ids is not None
     assert draft.candidate_weights is not None
@@ -59,17 +65,16 @@ def assert_same(found: tuple[int, dict[int, int]], expected: tuple[int, dict[int
         assert abs(found[1].get(token_id, 0) - expected[1].get(token_id, 0)) <= 4
 
 
-def several_rounds(drafter: ModelDrafter, samplings: list[dict[str, Any]], num_rounds: int) -> list[list[Draft]]:
+def several_rounds(drafter: ModelDrafter, samplings: list[dict[str, Any]], num_rounds: int) -> list[list[Chain]]:
     """Drafts round by round; what the target commits in between does not depend on them."""
     sequences = [sequence_with(sampling, number=number) for number, sampling in enumerate(samplings)]
     generator, found = np.random.default_rng(7), []
+    for sequence in sequences:
+        begin(drafter, sequence)
     for _ in range(num_rounds):
-        found.append(all_drafts(drafter, sequences))
+        found.append(all_chains(drafter, sequences))
         for draft in found[-1]:
-            sequence = draft.sequence
-            sequence.proposing.propose(list(draft.token_ids))
-            verdict = generator.integers(0, 20, generator.integers(1, 4)).tolist()
-            sequence.commit(verdict, sequence.length + len(verdict), sequence.proposing.epoch)
+            commit(drafter, draft.sequence, generator.integers(0, 20, generator.integers(1, 4)).tolist())
     for sequence in sequences:
         drafter.release(sequence)
     return found
@@ -113,13 +118,13 @@ def test_a_place_has_nothing_left_of_its_last_sequence(model: Path) -> None:
     """Catches entries of tokens that the new sequence has not, and a place that is never given back."""
     drafter = loaded_drafter(model, graph_rows=4, max_penalized=1)
     old = sequence_with({"temperature": 1.0, "logit_bias": dict.fromkeys(range(20, 40), 9.0)}, number=1)
-    all_drafts(drafter, [old])
+    first_drafts(drafter, [old])
     drafter.release(old)
     for number, sampling in enumerate(PENALTIES):
         new = sequence_with(sampling, number=number)
-        (draft,) = all_drafts(drafter, [new])
+        (draft,) = first_drafts(drafter, [new])
         drafter.release(new)
-        (expected,) = all_drafts(loaded_drafter(model), [sequence_with(sampling, number=number)])
+        (expected,) = first_drafts(loaded_drafter(model), [sequence_with(sampling, number=number)])
         assert_same(first_of(draft), first_of(expected))
 
 
@@ -128,8 +133,8 @@ def test_more_penalised_sequences_than_places(model: Path) -> None:
     drafter = loaded_drafter(model, graph_rows=4, max_penalized=1)
     unpenalised = {"temperature": 1.0, "seed": 1}
     first, second = (sequence_with({**unpenalised, "presence_penalty": 2.0}, number=number) for number in (1, 2))
-    drafts = all_drafts(drafter, [first, second])
-    expected = all_drafts(
+    drafts = first_drafts(drafter, [first, second])
+    expected = first_drafts(
         loaded_drafter(model),
         [
             sequence_with({**unpenalised, "presence_penalty": 2.0}, number=1),
@@ -142,8 +147,8 @@ def test_more_penalised_sequences_than_places(model: Path) -> None:
     assert_same(first_of(drafts[0]), first_of(expected[0]))
     assert_same(first_of(drafts[1]), first_of(expected[1]))
     drafter.release(first)
-    second.num_computed = min(second.num_computed, second.length - 1)
-    (draft,) = all_drafts(drafter, [second])
+    commit(drafter, second, [])
+    (draft,) = all_chains(drafter, [second])
     assert_same(first_of(draft), first_of(expected[2]))
 
 
@@ -151,8 +156,9 @@ def test_draft_tokens_are_not_counted_in_later_rounds(model: Path) -> None:
     """Catches counts kept from round to round that hold rejected drafts, when rounds run step by step."""
     drafter, sampling = loaded_drafter(model), {**PENALTIES[0], "frequency_penalty": 2.0}
     sequence = sequence_with(sampling)
+    begin(drafter, sequence)
     for _ in range(3):
-        (draft,) = all_drafts(drafter, [sequence])
-        sequence.num_computed = sequence.length - 1
-        (expected,) = all_drafts(loaded_drafter(model), [sequence_with(sampling)])
+        (draft,) = all_chains(drafter, [sequence])
+        commit(drafter, sequence, [])
+        (expected,) = first_drafts(loaded_drafter(model), [sequence_with(sampling)])
         assert list(draft.token_ids) == list(expected.token_ids)

@@ -6,36 +6,41 @@ import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from drafter_service.drafter import Draft, NoDraft
+from drafter_service.drafter import Drafter
+from drafter_service.fairness import take_turns
 from drafter_service.ngram_drafter import NgramDrafter
 from drafter_service.scripted_drafter import ScriptedDrafter, load_script
 from drafter_service.sequence import DraftSequence
-from outrider.protocol.sampling_parameters import SamplingParameters
+from outrider.protocol.handshake import DraftLimits
 from outrider.v1 import drafter_pb2
+from tests.services.draft_sequences import AHEAD, LIMITS, chains_of, commit, draft_sequence
 
 
-def sequence(token_ids: Sequence[int], max_draft_tokens: int = 4) -> DraftSequence:
-    return DraftSequence(
-        sequence_id=1,
-        token_ids=list(token_ids),
-        num_prompt_tokens=len(token_ids),
-        sampling=SamplingParameters(),
-        max_draft_tokens=max_draft_tokens,
-        wants_candidates=True,
-    )
-
-
-def found(drafter: NgramDrafter, wanting: DraftSequence) -> list[int]:
-    """The draft of one sequence, empty where nothing matches."""
-    (answer,) = drafter.draft([wanting])
-    if isinstance(answer, NoDraft):
-        assert answer.reason == drafter_pb2.NO_PROPOSAL_REASON_NO_MATCH
+def found(drafter: NgramDrafter, sequence: DraftSequence) -> list[int]:
+    """What is drafted behind all that is committed, empty where nothing matches."""
+    drafter.commit(sequence, [])
+    drafts = drafter.draft()
+    assert not drafter.has_work
+    if drafts.refusals:
+        ((refusal),) = drafts.refusals
+        assert (refusal.sequence, refusal.reason) == (sequence, drafter_pb2.REFUSAL_REASON_NO_MATCH)
+        assert not drafts.expanded
         return []
-    assert answer.candidate_ids is None
-    return list(answer.token_ids)
+    (chain,) = chains_of(drafts)
+    assert chain.candidate_ids is None
+    assert chain.num_committed == sequence.length
+    return chain.token_ids
+
+
+def opened(drafter: Drafter, token_ids: Sequence[int], **fields: Any) -> DraftSequence:
+    """A sequence that the drafter knows."""
+    sequence = draft_sequence(token_ids, **fields)
+    drafter.open(sequence)
+    return sequence
 
 
 @pytest.mark.parametrize(
@@ -52,7 +57,8 @@ def found(drafter: NgramDrafter, wanting: DraftSequence) -> list[int]:
     ],
 )
 def test_prompt_lookup(token_ids: list[int], draft: list[int]) -> None:
-    assert found(NgramDrafter(min_ngram=2, max_ngram=3), sequence(token_ids)) == draft
+    drafter = NgramDrafter(min_ngram=2, max_ngram=3)
+    assert found(drafter, opened(drafter, token_ids)) == draft
 
 
 def test_prompt_lookup_equals_a_plain_search_while_the_text_grows() -> None:
@@ -67,7 +73,7 @@ def test_prompt_lookup_equals_a_plain_search_while_the_text_grows() -> None:
         return []
 
     drafter = NgramDrafter(min_ngram=1, max_ngram=4)
-    growing = [sequence([chance.randrange(5) for _ in range(chance.randint(1, 9))]) for _ in range(20)]
+    growing = [opened(drafter, chance.choices(range(5), k=chance.randint(1, 9))) for _ in range(20)]
     num_found = 0
     for _ in range(50):
         one = chance.choice(growing)
@@ -80,27 +86,72 @@ def test_prompt_lookup_equals_a_plain_search_while_the_text_grows() -> None:
 
 def test_prompt_lookup_forgets_what_is_released() -> None:
     drafter = NgramDrafter()
-    one = sequence([1, 2, 1, 2])
-    drafter.draft([one])
+    one = opened(drafter, [1, 2, 1, 2], limits=AHEAD)
+    drafter.draft()
+    commit(drafter, one, [1])
     drafter.release(one)
+    assert not drafter.has_work
     assert not drafter._texts
+    assert not drafter._next_ids
 
 
 def test_a_script_that_fails_costs_one_sequence_its_drafter() -> None:
     def script(token_ids: Sequence[int], max_draft_tokens: int) -> Sequence[int]:
         if token_ids[0] == 1:
             raise RuntimeError("no idea")
-        return range(max_draft_tokens + 3) if token_ids[0] == 2 else ()
+        return {2: range(max_draft_tokens + 3), 3: (), 4: (7, -1), 5: (2**31,)}[token_ids[0]]
 
-    answers = ScriptedDrafter(script).draft([sequence([1]), sequence([2]), sequence([3])])
-    failed, drafted, nothing = answers
-    assert isinstance(failed, NoDraft)
-    assert failed.reason == drafter_pb2.NO_PROPOSAL_REASON_INTERNAL
-    assert "no idea" in failed.detail
-    assert isinstance(drafted, Draft)
-    assert list(drafted.token_ids) == [0, 1, 2, 3]
-    assert isinstance(nothing, NoDraft)
-    assert nothing.reason == drafter_pb2.NO_PROPOSAL_REASON_NO_MATCH
+    drafter = ScriptedDrafter(script)
+    sequences = [opened(drafter, [number], limits=AHEAD) for number in (1, 2, 3, 4, 5)]
+    drafts = drafter.draft()
+    refused = {refusal.sequence: refusal for refusal in drafts.refusals}
+    internal, no_match = drafter_pb2.REFUSAL_REASON_INTERNAL, drafter_pb2.REFUSAL_REASON_NO_MATCH
+    assert [refused[sequences[index]].reason for index in (0, 2, 3, 4)] == [internal, no_match, internal, internal]
+    assert "no idea" in refused[sequences[0]].detail
+    (chain,) = chains_of(drafts)
+    assert (chain.sequence, chain.token_ids) == (sequences[1], [0, 1, 2, 3])
+
+
+def test_chains_of_several_sequences_in_one_pass() -> None:
+    """Catches an expansion whose parent is another sequence's, and an id that is used twice."""
+    drafter = ScriptedDrafter(lambda token_ids, most: list(range(token_ids[-1], token_ids[-1] + token_ids[0])))
+    sequences = [opened(drafter, [number], sequence_id=number) for number in (1, 3, 2)]
+    next_ids = dict.fromkeys(sequences, 0)
+    chance = random.Random(3)
+    for _ in range(20):
+        wanting = chance.sample(sequences, chance.randint(1, 3))
+        for sequence in wanting:
+            commit(drafter, sequence, chance.choices(range(50), k=chance.randint(1, 3)))
+        found = list(chains_of(drafter.draft()))
+        assert [chain.sequence for chain in found] == wanting
+        for chain in found:
+            sequence, last = chain.sequence, chain.sequence.token_ids[-1]
+            assert chain.token_ids == list(range(last, last + sequence.sequence_id))
+            assert (chain.first_id, chain.num_committed) == (next_ids[sequence], sequence.length)
+            next_ids[sequence] += sequence.sequence_id
+
+
+@pytest.mark.parametrize("limits", [LIMITS, AHEAD], ids=["turns", "ahead"])
+def test_who_wants_an_answer(limits: DraftLimits) -> None:
+    """In turns nothing is drafted before the first verdict; several verdicts are answered at once."""
+    drafter = ScriptedDrafter(lambda token_ids, most: [7])
+    sequence = opened(drafter, [1, 2], limits=limits)
+    assert drafter.has_work is not limits.takes_turns
+    assert [chain.num_committed for chain in chains_of(drafter.draft())] == ([] if limits.takes_turns else [2])
+    assert not drafter.has_work
+    for token_id in (3, 4):
+        commit(drafter, sequence, [token_id])
+    assert [chain.num_committed for chain in chains_of(drafter.draft())] == [4]
+    assert not drafter.has_work
+
+
+def test_verifiers_take_turns() -> None:
+    """Catches a verifier of many sequences before which another's never comes."""
+    sessions = [1, 1, 1, 1, 2, 3, 3]
+    sequences = [draft_sequence([1], sequence_id=n, session_id=session) for n, session in enumerate(sessions)]
+    assert [sequence.sequence_id for sequence in take_turns(sequences)] == [0, 4, 5, 1, 6, 2, 3]
+    assert take_turns(sequences[:3]) == sequences[:3]
+    assert take_turns([]) == []
 
 
 def test_a_file_of_sequences_is_replayed(tmp_path: Path) -> None:
