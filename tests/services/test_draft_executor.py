@@ -169,14 +169,14 @@ def test_a_prompt_does_not_hold_up_those_that_draft(model: Path) -> None:
     begin(drafter, old)
     all_chains(drafter, [old])
     begin(drafter, new)
-    answers = []
+    answers: list[set[DraftSequence]] = []
     for _ in range(4):
         if not answers or old in answers[-1]:
             commit(drafter, old, [1])
         drafts = drafter.draft()
-        answers.append([chain.sequence for chain in chains_of(drafts)])
+        answers.append({chain.sequence for chain in chains_of(drafts)})
         assert set(drafts.computing) == [{new}, {old, new}, set(), set()][len(answers) - 1]
-    assert answers == [[old], [], [old, new], [old]]
+    assert answers == [{old}, set(), {old, new}, {old}]
 
 
 def test_a_prompt_is_computed_before_the_first_verdict(model: Path) -> None:
