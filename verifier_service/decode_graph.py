@@ -79,7 +79,7 @@ class DecodeGraphs:
             row.wanted is TOKENS
             and len(row.token_ids) <= 1  # none where the row is chained
             and len(drafts.token_ids) <= self.max_draft_tokens
-            and drafts.rows.num_candidates <= self.num_candidates
+            and drafts.num_candidates <= self.num_candidates
         )
 
     def prepare(self, rows: Sequence[Row]) -> DecodeGraph:

@@ -24,6 +24,7 @@ class Scheduled:
     num_new: int
     num_drafts: int
     is_sampled: bool
+    chain_length: int = 0  # drafts that were at hand
 
     @property
     def num_tokens(self) -> int:
