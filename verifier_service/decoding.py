@@ -87,9 +87,7 @@ def parse_opening(
         verification=message.verification,
         speculation=Speculation(drafter)
         if draft_limits is None
-        else Speculation(
-            drafter, takes_turns=draft_limits.takes_turns, max_expansions=draft_limits.max_expansions
-        ),
+        else Speculation(drafter, takes_turns=draft_limits.takes_turns, max_expansions=draft_limits.max_expansions),
         traceparent=message.traceparent,
         request_id=message.request_id,
         arrived_ns=arrived_ns,

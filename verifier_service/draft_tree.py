@@ -5,11 +5,11 @@ first of which is what a step tests. An expansion is the root of a tree, or cont
 
     root ─┬─ first child, expanded ─┬─ first child, expanded ─── first child      the chain: three draft tokens
           │                         └─ other outcome
-          └─ other outcome, expanded ─── first child                              the next chain, if the target chooses it
+          └─ other outcome, expanded ─── first child                              the next chain, if that is chosen
 
-The tree *stands* on the expansion of the last committed token. A committed token that is a child with an expansion moves
-it there; one that is a child without waits for the expansion; one that is no child is a *miss*: the tree stands nowhere
-until a new root comes. The drafter walks by the same rules, so that neither side tells the other where it stands.
+The tree *stands* on the expansion of the last committed token. A committed token that is a child with an expansion
+moves it there; one that is a child without waits for the expansion; one that is no child is a *miss*: the tree stands
+nowhere until a new root comes. The drafter walks by the same rules, so that neither tells the other where it stands.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.draft_tokens import DraftRows, DraftTokens
-from kernels.limits import MAX_CHILDREN, MAX_DRAFT_TOKENS
+from kernels.limits import MAX_DRAFT_TOKENS
+from outrider.protocol.wire import MAX_CHILDREN
 
 # Names of children are kept for so many times the expansions that are; then those of dead ones are cleared out.
 _NAMES_PER_EXPANSION = 2
@@ -230,6 +231,4 @@ class DraftTree:
         ):
             self._sources[at : at + number] = [rows] * number
             self._indexes[at : at + number] = range(first, first + number)
-        self._expanded.update(
-            zip(rows.names[start : expansions.end], range(first_id, self._next_id), strict=True)
-        )
+        self._expanded.update(zip(rows.names[start : expansions.end], range(first_id, self._next_id), strict=True))

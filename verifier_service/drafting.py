@@ -103,7 +103,7 @@ class DraftingLinks:
             token_ids=pack_tokens(sequence.token_ids),
             num_prompt_tokens=sequence.num_prompt_tokens,
             sampling=sequence.sampling.to_message(),
-            verification=sequence.verification,
+            verification=_resolved(sequence),
             max_draft_tokens=sequence.max_draft_tokens,
             traceparent=sequence.traceparent,
         )
@@ -202,3 +202,10 @@ class DraftingLinks:
             link.patience.answered(link.patience.seconds + seconds)
         elif speculation.num_drafts:
             link.patience.answered(seconds)
+
+
+def _resolved(sequence: TargetSequence) -> common_pb2.Verification:
+    if sequence.verification:
+        return sequence.verification
+    is_greedy = sequence.sampling.is_greedy
+    return common_pb2.VERIFICATION_GREEDY if is_greedy else common_pb2.VERIFICATION_REJECTION

@@ -8,8 +8,8 @@ from collections.abc import Iterable
 
 from outrider.service.logs import about
 from outrider.v1 import common_pb2, drafter_pb2
-from verifier_service.drafting import DraftingLinks
 from verifier_service.draft_tree import ExpansionError
+from verifier_service.drafting import DraftingLinks
 from verifier_service.events import ExpansionsArrived, Outbox
 from verifier_service.frames import RefusedExpansions
 from verifier_service.sequence import TargetSequence

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from engine.draft_tokens import DraftRows
-from kernels.limits import MAX_CHILDREN
 from outrider.protocol.expansions import ROOT, Expansions, unpack_expansions
 from outrider.protocol.handshake import DraftLimits
 from outrider.protocol.verdicts import Verdict, pack_verdicts
+from outrider.protocol.wire import MAX_CHILDREN
 from outrider.v1 import drafter_pb2
 from verifier_service.draft_tree import ExpansionError, ExpansionRows, SequenceExpansions
 

@@ -248,8 +248,8 @@ class Scheduler:
         num_new = min(num_ready, budget)
         is_sampled = num_new == num_missing
         if is_sampled and num_new + num_drafts > budget:
-            # A chain is verified whole, if need be in the next step, where this sequence goes first: which tokens a seed
-            # gives must not depend on the company.
+            # A chain is verified whole, if need be in the next step, where this sequence goes first: which tokens a
+            # seed gives must not depend on the company.
             num_new -= 1
             is_sampled = False
         if num_new == 0:

@@ -96,7 +96,7 @@ class SequenceTrace:
         position: int,
         num_accepted: int,
         draft_wait_seconds: float,
-        proposal_bytes: int,
+        draft_bytes: int,
     ) -> None:
         """The step committed tokens, `num_accepted` of them drafted."""
         if self._resumed_ns:
@@ -109,7 +109,7 @@ class SequenceTrace:
             "outrider.num_accepted_tokens": num_accepted,
             "outrider.draft_wait_seconds": draft_wait_seconds,
             "outrider.turn_wait_seconds": max(step.start_ns - self._ready_ns, 0) * 1e-9,
-            "outrider.proposal_bytes": proposal_bytes,
+            "outrider.draft_bytes": draft_bytes,
             "outrider.num_other_prefill_tokens": num_prefill,
         }
         if draft_wait_seconds:

@@ -8,16 +8,15 @@ from typing import TYPE_CHECKING, Literal, Self
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
-from kernels.limits import (
+from kernels.limits import MAX_DRAFT_TOKENS, NUM_CANDIDATES
+from outrider.protocol.handshake import DraftLimits
+from outrider.protocol.wire import (
+    MAX_CANDIDATES,
     MAX_CHILDREN,
-    MAX_DRAFT_TOKENS,
     MAX_EXPANSIONS,
     MIN_EXPANSIONS,
-    NUM_CANDIDATES,
     NUM_EXPANSIONS,
 )
-from outrider.protocol.handshake import DraftLimits
-from outrider.protocol.wire import MAX_CANDIDATES
 from outrider.service.settings import ModelSettings
 
 if TYPE_CHECKING:

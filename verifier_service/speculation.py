@@ -21,7 +21,7 @@ from enum import Enum, auto
 from typing import NamedTuple
 
 from engine.draft_tokens import DraftTokens
-from kernels.limits import NUM_EXPANSIONS
+from outrider.protocol.wire import NUM_EXPANSIONS
 from verifier_service.draft_tree import DraftTree, Outcome, SequenceExpansions
 
 # A sequence whose drafter keeps it waiting this often in a row is better off alone.
@@ -146,14 +146,22 @@ class Speculation:
         return outcome
 
     def take(self, expansions: SequenceExpansions, committed: Sequence[int], now: float) -> None:
-        """Expansions have come, in turns all that answer a verdict. Raises ExpansionError for what breaks the protocol."""
+        """Expansions have come, in turns all that answer a verdict. Raises ExpansionError for bad ones."""
         if self.state is ALONE:
             return
+        was_lost = self.tree.is_lost
         self.tree.take(expansions, committed)
         self.num_bytes += expansions.num_bytes
         self._has_had_answer = True
         if self.state is AHEAD:
             self.num_drafts = self.tree.chain_length(len(committed))
+            if self.tree.is_lost and not was_lost:
+                # Tokens were committed in the meantime that its expansions do not have.
+                self.since = now
+        elif self.state is READY:
+            # Nothing was owed; what comes all the same may have changed the chain.
+            self.num_drafts = self.tree.chain_length(len(committed))
+            self.state = READY if self.num_drafts else PLAIN
         elif self.state is not JOINING:
             self._hear(expansions.num_committed, committed, now)
 

@@ -61,7 +61,7 @@ class Committed:
     token_ids: list[int]  # those that the sequence keeps
     finish_reason: generation_pb2.FinishReason  # UNSPECIFIED: the sequence goes on
     draft_wait: float  # seconds
-    proposal_bytes: int
+    draft_bytes: int
 
     @property
     def num_accepted(self) -> int:

@@ -109,7 +109,7 @@ async def test_one_trace_over_both_services(pair: Pair) -> None:
         if accepted < drafted:
             assert step["outrider.rejected_position"] == position + accepted
         if drafted == 4:
-            assert int(step["outrider.proposal_bytes"]) >= 4 * drafted
+            assert int(step["outrider.draft_bytes"]) >= 4 * drafted
             assert 0 <= float(step["outrider.draft_wait_seconds"]) < 10
         position += accepted + 1
     drafts = drafter_spans.named("draft draft")
