@@ -125,13 +125,7 @@ class DrafterLink(StreamLink[drafter_pb2.DraftRequest, drafter_pb2.DraftResponse
         self.status = verifier_pb2.DrafterStatus(
             address=self.address, state=verifier_pb2.DRAFTER_STATE_READY, max_length=self._max_length
         )
-        logger.info(
-            "drafter %s is ready and %s: at most %d draft tokens a step, %d candidates a draft token",
-            self.address,
-            "takes turns" if limits.takes_turns else "runs ahead",
-            limits.max_draft_tokens,
-            limits.max_candidates,
-        )
+        logger.info("drafter %s is ready: %s", self.address, limits)
         self._post(LinkUp(LinkKey(self.address, self._incarnation), self._max_length))
         self._on_change(self)
 

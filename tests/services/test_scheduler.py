@@ -40,7 +40,7 @@ def run(scheduler: Scheduler, blocks: BlockManager) -> list[Scheduled]:
         assert len(sequence.block_ids) >= blocks.blocks_for(end), "a part without blocks for its tokens"
         assert part.num_drafts == 0 or part.is_sampled
         assert part.is_sampled == (sequence.num_computed + part.num_new == sequence.length)
-        assert not (part.is_sampled and sequence.speculation.state is WAITING), "sampled ahead of its proposal"
+        assert not (part.is_sampled and sequence.speculation.state is WAITING), "sampled ahead of its drafts"
         sequence.num_computed += part.num_new
     return parts
 
@@ -81,12 +81,12 @@ def test_a_budget_too_small_for_all_starves_nobody() -> None:
     turns: Counter[TargetSequence] = Counter()
     for _ in range(60):
         for sequence in sequences:
-            if not len(sequence.speculation.drafts):
+            if not sequence.speculation.num_drafts:
                 propose(sequence, [1, 2, 3, 4])
         parts = run(scheduler, blocks)
         assert sum(part.num_tokens for part in parts) <= 33
         for part in parts:
-            # A proposal is verified whole: what a seed gives must not depend on who else is there.
+            # A chain is verified whole: what a seed gives must not depend on who else is there.
             assert part.num_drafts == 4
             turns[part.sequence] += 1
             commit(part.sequence, [9], 0)
@@ -102,7 +102,7 @@ def test_prompts_get_their_turn_although_decoding_takes_the_whole_budget() -> No
     assert prompt.num_computed == 35
     for _ in range(6):
         for sequence in sequences:
-            if not len(sequence.speculation.drafts):
+            if not sequence.speculation.num_drafts:
                 propose(sequence, [1, 2, 3, 4])
         for part in run(scheduler, blocks):
             if part.sequence is not prompt:
@@ -111,7 +111,7 @@ def test_prompts_get_their_turn_although_decoding_takes_the_whole_budget() -> No
 
 
 def test_a_last_chunk_leaves_the_proposal_to_a_step_that_has_room() -> None:
-    """Catches a preempted sequence that verifies a part of its proposal only, and one that never gets to it."""
+    """Catches a preempted sequence that verifies a part of its drafts only, and one that never gets to it."""
     scheduler, blocks = make_scheduler(budget=40)
     sequence = decoding(scheduler, blocks, length=38, length_limit=100)
     propose(sequence, [1, 2, 3, 4])
@@ -212,7 +212,7 @@ def test_of_many_speculating_sequences_a_step_verifies_half() -> None:
     served: Counter[TargetSequence] = Counter()
     for _ in range(14):
         for sequence in sequences:
-            if not len(sequence.speculation.drafts):
+            if not sequence.speculation.num_drafts:
                 propose(sequence, [1, 2, 3, 4])
         parts = run(scheduler, blocks)
         assert len(parts) == 5
@@ -224,7 +224,7 @@ def test_of_many_speculating_sequences_a_step_verifies_half() -> None:
     for sequence in sequences[:2]:
         scheduler.remove(sequence)
     for sequence in sequences[2:]:
-        if not len(sequence.speculation.drafts):
+        if not sequence.speculation.num_drafts:
             propose(sequence, [1, 2, 3, 4])
     assert len(run(scheduler, blocks)) == 6
 
@@ -261,7 +261,7 @@ def simulate(seed: int) -> Counter[str]:
             if not part.is_sampled:
                 continue
             sequence = part.sequence
-            drafts = sequence.speculation.peek(part.num_drafts).token_ids
+            drafts = sequence.speculation.chain(part.num_drafts).token_ids
             num_accepted = chance.randint(0, len(drafts))
             new = [*drafts[:num_accepted], chance.randrange(64)]
             commit(sequence, new, num_accepted)
