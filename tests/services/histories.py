@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from itertools import count
 
 import grpc
+from verifier_service.proposals import parse_proposals
 
 from drafter_service.engine import DrafterEngine
 from engine.model_runner import ModelRunner
@@ -33,7 +34,6 @@ from verifier_service.events import (
     SessionClosed,
     StepOutput,
 )
-from verifier_service.proposals import parse_proposals
 from verifier_service.speculation import ALONE, LinkKey
 
 REFUSED = code_number(grpc.StatusCode.INVALID_ARGUMENT)

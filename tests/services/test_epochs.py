@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-
 from drafter_service.proposing import ANSWERED, OPENED
+
 from drafter_service.sequence import DraftSequence
 from engine.draft_tokens import DraftRows, DraftTokens
 from outrider.protocol.epochs import first_difference

@@ -122,7 +122,7 @@ async def test_a_drafter_of_another_version(pair: Pair, field: str) -> None:
 
 
 async def test_the_drafters_context_ends_in_mid_sequence(pair: Pair, tmp_path: Path) -> None:
-    """Catches a proposal beyond the draft model's positions, and a sequence that stops there."""
+    """Catches drafts beyond the draft model's positions, and a sequence that stops there."""
     target, _ = pair
     short = save_tiny_llama(tmp_path / "short", num_layers=1, max_length=64, seed=2)
     async with (
@@ -275,7 +275,7 @@ async def test_a_drafter_that_is_busy_with_something_else(pair: Pair) -> None:
         start = time.monotonic()
         _, result = client.open(PROMPT, drafter=drafter.address, max_tokens=50)
         while not result.done.is_set():
-            # The drafter lives: another sequence's proposals go on.
+            # The drafter lives: another sequence's drafts go on.
             await client.decode(PROMPT[:3], drafter=drafter.address, max_tokens=1)
             await asyncio.sleep(0.05)
         assert time.monotonic() - start < 10, "50 tokens, and a pause of half a second before each"
@@ -288,9 +288,9 @@ async def test_a_drafter_that_lives_and_is_late(pair: Pair, monkeypatch: pytest.
     target, _ = pair
     monkeypatch.setattr(speculation, "MAX_LATE_IN_A_ROW", 1)
 
-    async def hook(proposal: drafter_pb2.Proposal, sequence: DraftSequence) -> list[Any]:
+    async def hook(expansions: drafter_pb2.Expansions, sequence: DraftSequence) -> list[Any]:
         if sequence.length <= len(PROMPT) + 1:
-            return [frame(proposal)]
+            return [frame(expansions)]
         await asyncio.sleep(0.2)
         return [frame()]  # a sign of life, and no answer
 

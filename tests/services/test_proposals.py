@@ -7,13 +7,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 import pytest
+from verifier_service.proposals import parse_proposals
 
 from engine.draft_tokens import NO_DRAFT_TOKENS, DraftRows, DraftTokens, concatenate, copy_rows
 from kernels.limits import MAX_DRAFT_TOKENS
 from outrider.protocol.handshake import DraftLimits
 from outrider.protocol.wire import MAX_CANDIDATES, pack_tokens
 from outrider.v1 import drafter_pb2
-from verifier_service.proposals import parse_proposals
 from verifier_service.speculation import ProposalError
 
 VOCABULARY = 100
