@@ -18,10 +18,9 @@ import torch
 from scipy import stats
 
 import kernels.rejection_sample_reference
-from drafter_service.drafter import Draft, NoDraft
+from drafter_service.drafter import Drafts, Expanded
 from drafter_service.factory import make_drafter
 from drafter_service.model_drafter import ModelDrafter
-from drafter_service.sequence import DraftSequence
 from kernels.random import Purpose
 from outrider.v1 import common_pb2
 from tests.service_device import SERVICE_DEVICE
@@ -261,11 +260,12 @@ class LyingDrafter:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._honest, name)
 
-    def draft(self, wanting: Sequence[DraftSequence]) -> Sequence[Draft | NoDraft]:
-        return [self._falsify(answer) for answer in self._honest.draft(wanting)]
+    def draft(self) -> Drafts:
+        drafts = self._honest.draft()
+        return replace(drafts, expanded=[self._falsify(expanded) for expanded in drafts.expanded])
 
-    def _falsify(self, answer: Draft | NoDraft) -> Draft | NoDraft:
-        if isinstance(answer, NoDraft) or answer.candidate_weights is None:
+    def _falsify(self, answer: Expanded) -> Expanded:
+        if answer.candidate_weights is None:
             return answer
         # Half way to uniform; the sum stays what it was. The slots behind the vocabulary stay empty.
         weights = answer.candidate_weights // 2

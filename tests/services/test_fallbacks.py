@@ -6,7 +6,6 @@ import asyncio
 import os
 import shutil
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from drafter_service.drafter import Draft, Drafter, NoDraft
+from drafter_service.drafter import Drafter, Drafts
 from drafter_service.factory import make_drafter
 from drafter_service.model_drafter import ModelDrafter
 from drafter_service.sequence import DraftSequence
@@ -182,9 +181,9 @@ def slow_drafter(draft: Path) -> Drafter:
     drafter = make_drafter(drafter_settings(model=draft))
     make_drafts = drafter.draft
 
-    def slowly(wanting: Sequence[DraftSequence]) -> Sequence[Draft | NoDraft]:
+    def slowly() -> Drafts:
         time.sleep(0.02)
-        return make_drafts(wanting)
+        return make_drafts()
 
     drafter.draft = slowly  # type: ignore[method-assign]
     return drafter

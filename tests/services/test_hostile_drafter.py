@@ -118,7 +118,6 @@ CASES: dict[str, tuple[Change, list[str]]] = {
     "other tokens": (chained([1, 2, 3, 4]), []),
     "other tokens as candidates": (with_q([70, 71, 0], [0, 0, 0]), []),
     "no root": (chained([1, 2], parents=np.array([0, 0], np.int32)), []),
-    "a root where others are committed": (chained([1, 2, 3, 4], num_committed=2), []),
     "a sequence that nobody opened": (of_nobody, []),
     "a refusal for a sequence that nobody opened": (refused(5, other=1000), []),
     "empty frames": (also(*[frame()] * 100), []),
