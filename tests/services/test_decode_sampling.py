@@ -268,11 +268,11 @@ class LyingDrafter:
         if answer.candidate_weights is None:
             return answer
         # Half way to uniform; the sum stays what it was. The slots behind the vocabulary stay empty.
-        weights = answer.candidate_weights // 2
+        weights = answer.candidate_weights.astype(np.int64) // 2
         weights[:, :VOCABULARY] += (1 << 16) // 2 // VOCABULARY
         weights[:, 0] += (1 << 16) - weights.sum(axis=1)
         is_sparse = answer.candidate_weights.sum(axis=1, keepdims=True) > 0
-        return replace(answer, candidate_weights=np.where(is_sparse, weights, 0))
+        return replace(answer, candidate_weights=np.where(is_sparse, weights, 0).astype(np.uint16))
 
 
 @pytest.mark.slow
