@@ -117,7 +117,7 @@ async def test_one_trace_over_both_services(pair: Pair) -> None:
     for span in drafts:
         assert span.attributes is not None
         assert span.attributes["outrider.drafter.kind"] == "model"
-        assert 1 <= int(span.attributes["outrider.num_draft_tokens"]) <= 4  # type: ignore[arg-type]
+        assert 1 <= int(span.attributes["outrider.num_expansions"]) <= 5  # type: ignore[arg-type]
 
 
 async def test_a_fallback_is_an_event_and_an_error_a_status(pair: Pair) -> None:
