@@ -201,7 +201,7 @@ class VerifierEngine:
         return self._is_polling and has_others and not self._is_full
 
     def _time_until_something(self) -> float | None:
-        """Seconds until a wait for proposals is over; None when nothing waits."""
+        """Seconds until a wait for drafts is over; None when nothing waits."""
         times = [self._links.time_until_late(self._scheduler.running), self._gathering.time_left()]
         return min((seconds for seconds in times if seconds is not None), default=None)
 

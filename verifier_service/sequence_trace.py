@@ -51,7 +51,7 @@ class SequenceTrace:
         self._ready_ns = time.time_ns()
 
     def draft_is_late(self, waited_seconds: float, position: int) -> None:
-        """The wait for a proposal was given up; steps go on without."""
+        """The wait for drafts was given up; steps go on without."""
         self._ready_ns = time.time_ns()
         attributes = {"outrider.position": position, "outrider.draft_wait_seconds": waited_seconds}
         self._records.append(EventRecord("outrider.draft_late", self._ready_ns, attributes))
@@ -118,7 +118,10 @@ class SequenceTrace:
             drafting = min(self._draft_seconds, draft_wait_seconds)
             sums["outrider.draft_seconds"] = drafting
             sums["outrider.wire_seconds"] = draft_wait_seconds - drafting
-        alone: dict[str, int | float] = {"outrider.batch_size": len(step.batch)}
+        alone: dict[str, int | float] = {
+            "outrider.batch_size": len(step.batch),
+            "outrider.chain_length": part.chain_length,
+        }
         if num_accepted < part.num_drafts:
             alone["outrider.rejected_position"] = position + num_accepted
         record = self._steps.add(step.start_ns, step.end_ns, position=position, sums=sums, alone=alone)

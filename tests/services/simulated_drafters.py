@@ -18,7 +18,7 @@ from outrider.protocol.expansions import ROOT
 from outrider.protocol.handshake import DraftLimits
 from outrider.v1 import drafter_pb2
 from tests.services.trees import Node
-from verifier_service.events import LinkFrame
+from verifier_service.frames import LinkFrame
 from verifier_service.speculation import LinkKey
 
 TURNS = DraftLimits(max_draft_tokens=4, max_candidates=4, num_children=2, max_expansions=64, takes_turns=True)
@@ -160,11 +160,11 @@ class RandomDrafter(ChainDrafter):
         if has_candidates:
             # Distributions of two candidates or more, the first children among them.
             width = self._chance.randint(2, TURNS.max_candidates)
-            expanded.candidate_ids = (
-                expanded.child_ids[:, :1] + np.arange(width, dtype=np.int32)
-            ) % self._vocabulary_size
-            expanded.candidate_weights = np.full((len(nodes), width), 16, np.uint16)
-            expanded.candidate_weights[:, 0] = 65536 - 16 * (width - 1)
+            ids = expanded.child_ids[:, :1] + np.arange(width, dtype=np.int32)
+            weights = np.full((len(nodes), width), 16, np.uint16)
+            weights[:, 0] = 65536 - 16 * (width - 1)
+            expanded.candidate_ids = np.mod(ids, self._vocabulary_size, dtype=np.int32)
+            expanded.candidate_weights = weights
         return expanded
 
 

@@ -60,13 +60,14 @@ def make_drafter(kind: str, pair: Pair) -> AbstractAsyncContextManager[Server]:
     raise AssertionError(kind)
 
 
+@pytest.mark.parametrize("drafting", ["turns", "ahead"])
 @pytest.mark.parametrize("kind", ["model", "ngram", "now and then"])
-async def test_speculation_changes_nothing(pair: Pair, kind: str) -> None:
+async def test_speculation_changes_nothing(pair: Pair, kind: str, drafting: str) -> None:
     """Catches a token that was accepted although the target would not have chosen it, in a batch of ragged prompts."""
     target, _ = pair
     async with (
         make_drafter(kind, pair) as drafter,
-        running_verifier(verifier_settings(target)) as (verifier, _),
+        running_verifier(verifier_settings(target, drafting=drafting)) as (verifier, _),
         decode_client(verifier.address) as client,
     ):
         await client.use_drafters(drafter.address)
@@ -128,7 +129,7 @@ async def test_a_drafter_that_is_always_wrong(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize(("max_draft_tokens", "num_steps"), [(1, 21), (32, 3)])
-async def test_the_shortest_and_the_longest_proposals(pair: Pair, max_draft_tokens: int, num_steps: int) -> None:
+async def test_the_shortest_and_the_longest_chains(pair: Pair, max_draft_tokens: int, num_steps: int) -> None:
     target, draft = pair
     async with (
         running_drafter(drafter_settings(model=draft)) as drafter,
@@ -143,7 +144,7 @@ async def test_the_shortest_and_the_longest_proposals(pair: Pair, max_draft_toke
             for prompt, result in zip(prompts(3), results, strict=True):
                 check(result, target, prompt, num_tokens)
             assert sum(result.num_accepted for result in results) > 0
-        # With one draft token, all but the first token come in twos; with 32, the first of them meets the first token.
+        # With one draft token, all but the first token come in twos; with 32, two steps do.
         assert {result.num_steps for result in results} == {num_steps}
 
 

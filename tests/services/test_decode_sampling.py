@@ -225,7 +225,8 @@ async def test_a_verifier_that_takes_fewer_candidates_changes_nothing(narrow_pai
 
 
 @pytest.mark.slow
-async def test_certain_draft_tokens_leave_the_distribution_alone(narrow_pair: Pair) -> None:
+@pytest.mark.parametrize("drafting", ["turns", "ahead"])
+async def test_certain_draft_tokens_leave_the_distribution_alone(narrow_pair: Pair, drafting: str) -> None:
     """Catches a one-hot q whose residual still holds the rejected token."""
     target, _ = narrow_pair
     by_token: Counter[int] = Counter()
@@ -239,14 +240,16 @@ async def test_certain_draft_tokens_leave_the_distribution_alone(narrow_pair: Pa
 
     async with (
         scripted_drafter(script, max_sequences=4096) as drafter,
-        sampling_client(target, drafter.address) as client,
+        sampling_client(target, drafter.address, drafting=drafting) as client,
     ):
         found: dict[str, float] = {}
         for number, case in enumerate((WHOLE, PENALTIES)):
             results = await sample(client, drafter.address, case, first_seed=7_000_000 + 1_000_000 * number)
             origins = Counter(origin for result in results for origin in result.origins)
-            assert origins[common_pb2.TOKEN_ORIGIN_ACCEPTED] > NUM_SEQUENCES / 20, origins
-            assert origins[common_pb2.TOKEN_ORIGIN_RECOVERED] > NUM_SEQUENCES / 5, origins
+            # Running ahead, drafts are often late: tested is what happens to be there.
+            least = NUM_SEQUENCES // (1 if drafting == "turns" else 4)
+            assert origins[common_pb2.TOKEN_ORIGIN_ACCEPTED] > least / 20, origins
+            assert origins[common_pb2.TOKEN_ORIGIN_RECOVERED] > least / 5, origins
             found |= p_values(results, target, case)
     assert {name: p for name, p in found.items() if p < SIGNIFICANCE} == {}
 
@@ -308,7 +311,7 @@ async def test_the_statistic_sees_noise_shared_between_draft_and_recovery(
 
 @pytest.mark.parametrize("budget", [2048, 64])
 async def test_the_same_seed_gives_the_same_tokens_in_any_company(pair: Pair, budget: int) -> None:
-    """Catches random numbers that depend on the batch or the slot, and proposals that a full step cuts short."""
+    """Catches random numbers that depend on the batch or the slot, and drafts that a full step cuts short."""
     target, draft = pair
     mine = [
         {"sampling": {"temperature": 1.0}, "seed": 11},

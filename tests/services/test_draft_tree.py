@@ -110,14 +110,14 @@ def test_chains_over_several_frames_keep_their_q() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "problem"),
-    [({"num_committed": 4}, "num_committed"), ({"first_id": 2}, "first_ids"), ({"first_id": 0}, "first_ids")],
+    ("num_committed", "first_id", "problem"),
+    [(4, 3, "num_committed"), (3, 2, "first_ids"), (3, 0, "first_ids")],
     ids=["what is not committed", "an id used twice", "ids from the beginning"],
 )
-def test_what_breaks_the_protocol(fields: dict[str, int], problem: str) -> None:
+def test_what_breaks_the_protocol(num_committed: int, first_id: int, problem: str) -> None:
     tree = tree_with(*chain([10, 11, 12], 0))
     with pytest.raises(ExpansionError, match=problem):
-        tree.take(expansions(*chain([5], 9), **{"num_committed": 3, "first_id": 3, **fields}), PROMPT)
+        tree.take(expansions(*chain([5], 9), num_committed=num_committed, first_id=first_id), PROMPT)
     assert drafts(tree, PROMPT) == [10, 11, 12]
     with pytest.raises(ExpansionError, match="num_expansions"):
         tree.take(expansions(*chain(range(65), 3), num_committed=3, first_id=3), PROMPT)
@@ -170,7 +170,7 @@ class Naive:
         """First children behind what is committed, of expansions that the newest root leads to."""
         here = tuple(committed)
         by_path = {path: id_ for id_, path in self.paths.items() if id_ >= root and path}
-        found = []
+        found: list[int] = []
         while here in by_path and len(found) < 32:
             found.append(self.children[by_path[here]][0])
             here = (*here, found[-1])

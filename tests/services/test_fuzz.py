@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -33,6 +33,8 @@ from tests.services.harness import (
     verifier_settings,
 )
 from tests.services.reference import greedy, prompts
+from verifier_service.draft_tree import SequenceExpansions
+from verifier_service.frames import read_expansions
 
 DECODE = "/outrider.v1.VerifierService/Decode"
 DRAFT = "/outrider.v1.DrafterService/Draft"

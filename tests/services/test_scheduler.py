@@ -110,7 +110,7 @@ def test_prompts_get_their_turn_although_decoding_takes_the_whole_budget() -> No
     assert prompt.num_computed == 70
 
 
-def test_a_last_chunk_leaves_the_proposal_to_a_step_that_has_room() -> None:
+def test_a_last_chunk_leaves_the_chain_to_a_step_that_has_room() -> None:
     """Catches a preempted sequence that verifies a part of its drafts only, and one that never gets to it."""
     scheduler, blocks = make_scheduler(budget=40)
     sequence = decoding(scheduler, blocks, length=38, length_limit=100)
@@ -122,7 +122,7 @@ def test_a_last_chunk_leaves_the_proposal_to_a_step_that_has_room() -> None:
     assert (second.num_new, second.num_drafts, second.is_sampled) == (1, 4, True)
 
 
-def test_a_readmitted_sequence_has_blocks_for_its_proposal() -> None:
+def test_a_readmitted_sequence_has_blocks_for_its_drafts() -> None:
     """Catches a step that fails for everybody, because one sequence's draft tokens had no block to go to."""
     scheduler, blocks = make_scheduler(num_blocks=16, budget=40)
     sequence = decoding(scheduler, blocks, length=BLOCK * 2 - 1)
@@ -133,7 +133,7 @@ def test_a_readmitted_sequence_has_blocks_for_its_proposal() -> None:
     assert (part.num_new, part.num_drafts) == (2 * BLOCK, 4)
 
 
-def test_a_sequence_waits_for_its_proposal_but_not_for_its_first_token() -> None:
+def test_a_sequence_waits_for_its_drafts_but_not_for_its_first_token() -> None:
     scheduler, blocks = make_scheduler()
     sequence = decoding(scheduler, blocks)
     assert run(scheduler, blocks) == []
@@ -229,7 +229,7 @@ def test_of_many_speculating_sequences_a_step_verifies_half() -> None:
     assert len(run(scheduler, blocks)) == 6
 
 
-def test_a_budget_that_no_proposal_fits_is_refused() -> None:
+def test_a_budget_that_no_chain_fits_is_refused() -> None:
     with pytest.raises(ValueError, match="max_num_batched_tokens"):
         make_scheduler(budget=32)
 

@@ -76,7 +76,7 @@ def test_a_step_without_a_draft_waits_for_its_turn_from_the_end_of_the_last_one(
     assert verified(trace, step(155, 160, part()), part())["turn_wait_seconds"] == pytest.approx(0.005)
 
 
-def test_a_step_with_a_draft_waits_for_its_turn_from_the_proposal_on(clock: Clock) -> None:
+def test_a_step_with_a_draft_waits_for_its_turn_from_the_drafts_on(clock: Clock) -> None:
     trace = SequenceTrace(8)
     prefilled(trace, 100)
     clock.now = 140

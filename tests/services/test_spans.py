@@ -124,7 +124,7 @@ async def test_a_fallback_is_an_event_and_an_error_a_status(pair: Pair) -> None:
     target, _ = pair
     recorder = Recorder()
     async with (
-        fake_drafter(lambda tokens, count: [1], lambda proposal, sequence: [b"\xff"]) as drafter,
+        fake_drafter(lambda tokens, count: [1], lambda expansions, sequence: [b"\xff"]) as drafter,
         running_verifier(verifier_settings(target), recorder.telemetry) as (verifier, _),
         decode_client(verifier.address) as client,
     ):

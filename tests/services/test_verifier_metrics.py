@@ -46,7 +46,7 @@ async def look(metrics: VerifierMetrics, client: DecodeClient) -> Scrape:
     return found
 
 
-async def test_proposals_that_are_all_wrong(pair: Pair, metrics: VerifierMetrics) -> None:
+async def test_drafts_that_are_all_wrong(pair: Pair, metrics: VerifierMetrics) -> None:
     target, _ = pair
     expected = greedy(target, PROMPT, NUM_TOKENS)
     async with (
@@ -74,7 +74,7 @@ async def test_a_sequence_that_ends_among_its_draft_tokens(pair: Pair, metrics: 
     """Catches tokens behind the end that are counted although nobody gets them."""
     target, _ = pair
     expected = greedy(target, PROMPT, NUM_TOKENS)
-    # The first token comes without a draft; of the four that the first proposal has, the second ends the sequence.
+    # The first token comes without a draft; of the four that the first chain has, the second ends the sequence.
     stop = expected[2]
     assert stop not in expected[:2]
     async with (
@@ -96,7 +96,7 @@ async def test_a_sequence_that_ends_among_its_draft_tokens(pair: Pair, metrics: 
     assert found.by("outrider_verifier_sequences_ended_total", "reason") == {"stop_token": 1}
 
 
-async def test_proposals_that_come_too_late_and_twice(pair: Pair, metrics: VerifierMetrics) -> None:
+async def test_drafts_that_come_too_late(pair: Pair, metrics: VerifierMetrics) -> None:
     """Catches time and tokens that are lost to the drafter, and that nobody can see."""
     target, _ = pair
     expected = greedy(target, PROMPT, 80)
@@ -144,7 +144,7 @@ async def test_what_became_of_the_drafters_work(pair: Pair, metrics: VerifierMet
         found = await look(metrics, client)
         assert result.token_ids == expected[:NUM_TOKENS]
         walked = found.by("outrider_verifier_tree_expansions_total", "state")["walked"]
-        assert 0 < walked
+        assert walked > 0
         assert walked == pytest.approx(result.num_accepted, abs=result.num_steps)
         lengths = found.total("outrider_verifier_tree_chain_length_count")
         assert lengths > result.num_steps
