@@ -15,6 +15,7 @@ import argparse
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -26,14 +27,15 @@ from benchmarks.records import Record, Recorder, of_kind, remarks, table
 from benchmarks.sequences import speculating_sequence
 from benchmarks.stopwatch import Stopwatch
 from benchmarks.table_executors import DraftTable, StubRunner, TargetTable
-from drafter_service.engine import DrafterEngine, EngineOutput, FrameArrived, SessionOpened, SessionOutput
+from drafter_service.engine import DrafterEngine, EngineOutput, SessionOutput
 from drafter_service.model_drafter import ModelDrafter
+from drafter_service.session import FrameArrived, SessionOpened
 from kernels.limits import NUM_CANDIDATES
 from outrider.protocol.fingerprint import TokenizerDigest
 from outrider.v1 import drafter_pb2
 from verifier_service.engine import VerifierEngine
-from verifier_service.events import Event, LinkUp, ProposalsArrived, SequenceOpened, StepOutput
-from verifier_service.proposals import parse_proposals
+from verifier_service.events import Event, ExpansionsArrived, LinkUp, SequenceOpened, StepOutput
+from verifier_service.frames import LinkFrame, read_expansions
 from verifier_service.reporting import Reporter
 from verifier_service.scheduler import Scheduler
 from verifier_service.speculation import LinkKey
@@ -51,13 +53,13 @@ STAGES = {
     "commit": "verifier: commit, until the verdicts leave",
     "encode verdicts": "verifier",
     "decode verdicts": "drafter",
-    "take verdicts": "drafter: compare with what was proposed",
+    "take verdicts": "drafter",
     "draft": "drafter: plan, fill the graph's inputs, copy its results",
     "answer": "drafter: make the frame",
-    "encode proposals": "drafter",
-    "decode proposals": "verifier",
-    "check proposals": "verifier: unpack and check q",
-    "take proposals": "verifier: into the sequences",
+    "encode drafts": "drafter",
+    "decode drafts": "verifier",
+    "check drafts": "verifier: unpack and check q",
+    "take drafts": "verifier: into the sequences' trees",
     "schedule": "verifier",
     "launch": "verifier: fill the graph's inputs",
     "report": "verifier: the gateways' frame",
@@ -87,7 +89,7 @@ class Loop:
         executor: Any = TargetTable(runner, watch, **sizes)
         target = Target(lambda: runner, lambda _: executor, has_graphs=False)
         self._drafter = DrafterEngine(drafter, max_sequences=batch_size)
-        self._limits = drafter.limits
+        self._limits = replace(drafter.limits, takes_turns=True)
         self._drafter.handle(SessionOpened(1, self._limits))
         self._verifier = VerifierEngine(
             target, max_running=batch_size, max_waiting=batch_size, split_from=SPLIT_FROM, draft_timeout=60.0
@@ -105,7 +107,7 @@ class Loop:
         """What has arrived, then a step of the verifier; its verdicts go to the drafter at once."""
         inbox, self._inbox = self._inbox, []
         for event in inbox:
-            with self._watch.stage("take proposals"):
+            with self._watch.stage("take drafts"):
                 self._verifier.handle(event)
         outputs: list[StepOutput] = []
         self._verifier.step(outputs.append)
@@ -113,13 +115,13 @@ class Loop:
             if LINK in output.link_frames:
                 self._to_drafter(output.link_frames[LINK])
 
-    def _to_drafter(self, frame: drafter_pb2.DraftRequest) -> None:
+    def _to_drafter(self, frame: LinkFrame) -> None:
         with self._watch.stage("encode verdicts"):
-            data = frame.SerializeToString()
+            data = frame.to_message().SerializeToString()
         with self._watch.stage("decode verdicts"):
-            frame = drafter_pb2.DraftRequest.FromString(data)
+            arrived = FrameArrived.of(1, drafter_pb2.DraftRequest.FromString(data))
         with self._watch.stage("take verdicts"):
-            self._drafter.handle(FrameArrived(1, frame))
+            self._drafter.handle(arrived)
         answers: list[EngineOutput] = []
         step = self._watch.timed("draft and answer", self._drafter.step)
         while step(answers.append) == 0.0:
@@ -131,13 +133,13 @@ class Loop:
             self._from_drafter(answer.frame)
 
     def _from_drafter(self, frame: drafter_pb2.DraftResponse) -> None:
-        with self._watch.stage("encode proposals"):
+        with self._watch.stage("encode drafts"):
             data = frame.SerializeToString()
-        with self._watch.stage("decode proposals"):
+        with self._watch.stage("decode drafts"):
             frame = drafter_pb2.DraftResponse.FromString(data)
-        with self._watch.stage("check proposals"):
-            drafts = parse_proposals(frame.proposals, StubRunner.vocab_size, self._limits)
-        self._inbox.append(ProposalsArrived(LINK, frame, drafts))
+        with self._watch.stage("check drafts"):
+            expansions = read_expansions(frame.expansions, StubRunner.vocab_size, self._limits)
+        self._inbox.append(ExpansionsArrived(LINK, expansions, frame.refusals, frame.step_seconds))
 
 
 @contextmanager

@@ -24,19 +24,20 @@ from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
 
 from benchmarks.sequences import speculating_sequence
-from drafter_service.drafter import Draft, Drafter
-from drafter_service.engine import DrafterEngine, DraftRecords, EngineOutput, FrameArrived, SessionOpened
+from drafter_service.chain_drafter import ChainDrafter
+from drafter_service.drafter import Drafts
+from drafter_service.engine import DrafterEngine, DraftRecords, EngineOutput
 from drafter_service.sequence import DraftSequence
+from drafter_service.session import FrameArrived, SessionOpened
 from engine.block_manager import BlockManager
 from engine.step import Pass, PassKind, Row, Sampled
-from outrider.protocol.fingerprint import TokenizerDigest
 from outrider.protocol.handshake import DraftLimits
 from outrider.protocol.verification import Verification
 from outrider.service.telemetry import Telemetry, context_of
 from outrider.v1 import verifier_pb2
 from verifier_service.engine import VerifierEngine
-from verifier_service.events import LinkUp, ProposalsArrived, SequenceOpened, StepOutput
-from verifier_service.proposals import parse_proposals
+from verifier_service.events import ExpansionsArrived, LinkUp, SequenceOpened, StepOutput
+from verifier_service.frames import read_expansions
 from verifier_service.sequence_trace import SequenceTrace
 from verifier_service.session import Session
 from verifier_service.speculation import LinkKey
@@ -47,7 +48,7 @@ OUTPUT_TOKENS = 512
 PROMPT_TOKENS = 128
 CYCLE_SECONDS = 0.020
 LINK = LinkKey("drafter:1", 1)
-LIMITS = DraftLimits(K, max_candidates=64)
+LIMITS = DraftLimits(max_draft_tokens=K, max_candidates=64, takes_turns=True)
 MODES = {"off": None, "1%": 0.01, "100%": 1.0}
 
 
@@ -101,22 +102,22 @@ class _Target:
         self.executor = _Executor()
 
 
-class _Drafter:
-    """Proposes the same tokens again and again, with distributions as wide as a model's."""
+class _Drafter(ChainDrafter):
+    """Drafts the same tokens again and again, with distributions as wide as a model's."""
 
-    kind, name, revision, tokenizer, limits = "model", "draft", "", TokenizerDigest(), LIMITS
-    vocabulary_size, max_length, num_kv_blocks, num_free_kv_blocks = 1000, 0, 0, 0
-    _ids = np.tile(np.arange(64, dtype=np.int32), (K, 1))
-    _weights = np.full((K, 64), 1024, np.int32)
+    kind, name, limits = "model", "draft", LIMITS
+    vocabulary_size = 1000
 
-    def load(self) -> None:
-        pass
+    def find(self, sequence: DraftSequence) -> Sequence[int]:
+        return [1] * K
 
-    def draft(self, wanting: Sequence[DraftSequence]) -> list[Draft]:
-        return [Draft(sequence, [1] * K, self._ids, self._weights) for sequence in wanting]
-
-    def release(self, sequence: DraftSequence) -> None:
-        pass
+    def draft(self) -> Drafts:
+        drafts = super().draft()
+        for expanded in drafts.expanded:
+            num_nodes = len(expanded.parents)
+            expanded.candidate_ids = np.tile(np.arange(64, dtype=np.int32), (num_nodes, 1))
+            expanded.candidate_weights = np.full((num_nodes, 64), 1024, np.uint16)
+        return drafts
 
 
 @dataclass(frozen=True)
@@ -143,10 +144,9 @@ class Pair:
         self._session = Session(1, "target", self.telemetry)
         self._ids = itertools.count(1)
         target: Any = _Target()
-        drafter: Drafter = _Drafter()  # type: ignore[assignment]  # its numbers of blocks are no properties
         self._verifier = VerifierEngine(target, **_verifier_options())
         self._drafter = DrafterEngine(
-            drafter, max_sequences=BATCH, is_tracing=self.telemetry.is_enabled, step_spans=step_spans
+            _Drafter(), max_sequences=BATCH, is_tracing=self.telemetry.is_enabled, step_spans=step_spans
         )
         self._verifier.load()
         self._drafter.handle(SessionOpened(1, LIMITS))
@@ -185,7 +185,7 @@ class Pair:
 
     def _from_verifier(self, output: StepOutput) -> None:
         for frame in output.link_frames.values():
-            self._drafter.handle(FrameArrived(1, frame))
+            self._drafter.handle(FrameArrived.of(1, frame.to_message()))
         for records in output.records:
             self._session.record(records)
         for response in output.session_frames.values():
@@ -204,8 +204,9 @@ class Pair:
                 )
                 span.end(record.end_ns)
         else:
-            drafts = parse_proposals(output.frame.proposals, _Target.vocabulary_size, LIMITS)
-            self._verifier.handle(ProposalsArrived(LINK, output.frame, drafts))
+            frame = output.frame
+            expansions = read_expansions(frame.expansions, _Target.vocabulary_size, LIMITS)
+            self._verifier.handle(ExpansionsArrived(LINK, expansions, frame.refusals, frame.step_seconds))
 
 
 def measure(ratio: float | None, *, num_cycles: int, step_spans: int) -> Cost:
@@ -257,7 +258,7 @@ def guard_microseconds() -> float:
     sequence, num_questions, repeats = SimpleNamespace(trace=None), 0, 20_000
     start = time.perf_counter()
     for _ in range(repeats):
-        # Proposal taken, step reported, proposal made: three places, and one for the batch.
+        # Drafts taken, step reported, drafts made: three places, and one for the batch.
         num_questions += sequence.trace is not None
         num_questions += sequence.trace is not None
         num_questions += sequence.trace is not None

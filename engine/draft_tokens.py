@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,74 +31,86 @@ class DraftRows:
 # Not frozen: that triples the time of making one, and a step makes several for each sequence.
 @dataclass(slots=True, eq=False)
 class DraftTokens:
-    """Draft tokens of one sequence, which stand in `rows` from `first_row` on.
+    """Draft tokens of one sequence: a chain, whose links may have come with different frames.
 
-    The sequences of a frame share their rows: a step that takes them in the same order copies them all at once.
+    Token i stands in `rows[i]`, at `indexes[i]`.
     """
 
     token_ids: list[int]
-    rows: DraftRows
-    first_row: int = 0
+    rows: list[DraftRows]
+    indexes: list[int]
+
+    @staticmethod
+    def of(token_ids: list[int], rows: DraftRows, first_row: int = 0) -> DraftTokens:
+        """Draft tokens that stand below each other, from `first_row` on."""
+        num_tokens = len(token_ids)
+        return DraftTokens(token_ids, [rows] * num_tokens, list(range(first_row, first_row + num_tokens)))
 
     def __len__(self) -> int:
         return len(self.token_ids)
 
     @property
+    def num_candidates(self) -> int:
+        """Of the token that has most."""
+        return max([rows.num_candidates for rows in self.rows], default=0)
+
+    @property
     def candidate_ids(self) -> npt.NDArray[np.int32]:
-        """[num_tokens, m]."""
-        return self.rows.candidate_ids[self.first_row : self.first_row + len(self.token_ids)]
+        """[num_tokens, num_candidates], padded with candidates of weight 0."""
+        return concatenate([self]).candidate_ids
 
     @property
     def candidate_weights(self) -> npt.NDArray[np.integer]:
-        """[num_tokens, m]."""
-        return self.rows.candidate_weights[self.first_row : self.first_row + len(self.token_ids)]
-
-    @property
-    def num_bytes(self) -> int:
-        """What they took on the wire: ids of 4 bytes, weights of 2."""
-        return len(self.token_ids) * (4 + 6 * self.rows.num_candidates)
+        """[num_tokens, num_candidates]."""
+        return concatenate([self]).candidate_weights
 
     def part(self, start: int, end: int | None = None) -> DraftTokens:
         """The draft tokens from `start` up to `end`."""
-        return DraftTokens(self.token_ids[start:end], self.rows, self.first_row + start)
+        return DraftTokens(self.token_ids[start:end], self.rows[start:end], self.indexes[start:end])
 
 
-NO_DRAFT_TOKENS = DraftTokens([], DraftRows.empty(0, 0))
+NO_DRAFT_TOKENS = DraftTokens([], [], [])
 
 
 def copy_rows(drafts: Sequence[DraftTokens], target: DraftRows) -> None:
     """Copy all draft tokens in order to the first rows of `target`, their candidates padded with weight 0."""
-    start = 0
-    for rows, first, last in _stretches(drafts):
-        end, width = start + last - first, rows.num_candidates
-        target.token_ids[start:end] = rows.token_ids[first:last]
-        target.candidate_ids[start:end, :width] = rows.candidate_ids[first:last]
-        target.candidate_weights[start:end, :width] = rows.candidate_weights[first:last]
-        target.candidate_weights[start:end, width:] = 0
-        start = end
+    sources: list[DraftRows] = []
+    indexes: list[int] = []
+    for draft in drafts:
+        sources += draft.rows
+        indexes += draft.indexes
+    if not sources:
+        return
+    # A few frames at most: each is copied at once.
+    first = sources[0]
+    if sources.count(first) == len(sources):
+        _copy(first, indexes, target, slice(len(indexes)))
+        return
+    by_source: dict[int, tuple[DraftRows, list[int], list[int]]] = {}
+    for place, (rows, index) in enumerate(zip(sources, indexes, strict=True)):
+        _, taken, places = by_source.setdefault(id(rows), (rows, [], []))
+        taken.append(index)
+        places.append(place)
+    for rows, taken, places in by_source.values():
+        _copy(rows, taken, target, places)
 
 
 def concatenate(drafts: Sequence[DraftTokens], *, min_candidates: int = 0) -> DraftRows:
     """All draft tokens in order, as wide as the widest, and at least `min_candidates`."""
-    width = max((draft.rows.num_candidates for draft in drafts), default=0)
-    width = max(width, min_candidates)
-    together = DraftRows.empty(sum(len(draft) for draft in drafts), width)
+    width = max((draft.num_candidates for draft in drafts), default=0)
+    together = DraftRows.empty(sum(len(draft) for draft in drafts), max(width, min_candidates))
     together.candidate_ids.fill(0)
     copy_rows(drafts, together)
     return together
 
 
-def _stretches(drafts: Sequence[DraftTokens]) -> Iterator[tuple[DraftRows, int, int]]:
-    """The draft tokens as ranges of rows, those taken together that are neighbours: usually all of them are."""
-    rows, first, last = NO_DRAFT_TOKENS.rows, 0, 0
-    for draft in drafts:
-        if not draft.token_ids:
-            continue
-        if draft.rows is not rows or draft.first_row != last:
-            if last > first:
-                yield rows, first, last
-            rows, first = draft.rows, draft.first_row
-            last = first
-        last += len(draft.token_ids)
-    if last > first:
-        yield rows, first, last
+def _copy(rows: DraftRows, indexes: list[int], target: DraftRows, places: slice | list[int]) -> None:
+    width = rows.num_candidates
+    first, num_rows = indexes[0], len(indexes)
+    # One stretch, as where each sequence's chain is all that a frame has for it, need not be gathered.
+    taken = slice(first, first + num_rows) if indexes == [*range(first, first + num_rows)] else np.array(indexes)
+    target.token_ids[places] = rows.token_ids[taken]
+    if width:
+        target.candidate_ids[places, :width] = rows.candidate_ids[taken]
+        target.candidate_weights[places, :width] = rows.candidate_weights[taken]
+    target.candidate_weights[places, width:] = 0

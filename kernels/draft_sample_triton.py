@@ -193,9 +193,7 @@ def launch_draft_sample(
     num_slots = triton.next_power_of_2(num_candidates)
     rows, temperature = PenalizedLogits(logits, None, None), temperature.contiguous()
     has_filters = any(values is not None for values in filters)
-    statistics = launch_block_statistics(
-        rows, temperature, None, 1, BLOCK_SIZE, has_weights=has_filters
-    )
+    statistics = launch_block_statistics(rows, temperature, None, 1, BLOCK_SIZE, has_weights=has_filters)
     thresholds = launch_thresholds(rows, statistics, temperature, filters, None, 1) if has_filters else None
     _draft_sample_kernel[(batch_size,)](
         logits,

@@ -1,4 +1,4 @@
-"""The verifier: the target model's forward pass and the verdict on every proposal."""
+"""The verifier: the target model's forward pass and the verdict on every draft token."""
 
 from outrider.service import grpc_environment as _grpc_environment  # noqa: F401  # before gRPC is imported
 from outrider.service import grpc_log as _grpc_log  # noqa: F401  # likewise

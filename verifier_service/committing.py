@@ -17,6 +17,6 @@ def commit(part: Scheduled, sampled: Sampled) -> Committed:
     if sequence.history is not None:
         sequence.history.append(token_ids)
     sequence.num_committed_here += len(token_ids)
-    # Taken now: the next proposal may come before this step is reported.
-    draft_wait, proposal_bytes = sequence.speculation.take_measured()
-    return Committed(part, sampled, position, token_ids, finish_reason, draft_wait, proposal_bytes)
+    # Taken now: the next drafts may come before this step is reported.
+    draft_wait, draft_bytes = sequence.speculation.take_measured()
+    return Committed(part, sampled, position, token_ids, finish_reason, draft_wait, draft_bytes)

@@ -2,7 +2,7 @@
 
 Launching the few hundred kernels of a step one by one takes longer than a GPU takes to run them at a small batch. A
 graph replays them all with one launch, for inputs at fixed addresses and of a fixed shape: rows are padded to a bucket
-of the batch size, and draft tokens to the longest proposal. Within that shape the batch may be as ragged as it likes.
+of the batch size, and draft tokens to the longest chain. Within that shape the batch may be as ragged as it likes.
 What a row needs of its sequence is in the sequence's slot on the device; the host brings the draft tokens.
 """
 
@@ -79,7 +79,7 @@ class DecodeGraphs:
             row.wanted is TOKENS
             and len(row.token_ids) <= 1  # none where the row is chained
             and len(drafts.token_ids) <= self.max_draft_tokens
-            and drafts.rows.num_candidates <= self.num_candidates
+            and drafts.num_candidates <= self.num_candidates
         )
 
     def prepare(self, rows: Sequence[Row]) -> DecodeGraph:

@@ -9,6 +9,7 @@ from engine.sampling_tensors import new_history
 from kernels.limits import MAX_DRAFT_TOKENS
 from kernels.penalties import TokenHistory
 from outrider.protocol.errors import InvalidArgumentError
+from outrider.protocol.handshake import DraftLimits
 from outrider.protocol.sampling_parameters import SamplingParameters
 from outrider.protocol.verification import Verification
 from outrider.protocol.wire import unpack_tokens
@@ -37,9 +38,10 @@ def parse_opening(
     link_sequence_id: int,
     drafter: LinkKey | None,
     unasked_verification: Verification,
+    draft_limits: DraftLimits | None = None,
     arrived_ns: int,
 ) -> TargetSequence:
-    """The sequence that a gateway asks for, before any fallback is noted.
+    """The sequence that a gateway asks for, before any fallback is noted; `draft_limits` hold on its drafter's stream.
 
     `unasked_verification` is for requests that neither name a rule nor give a seed. Raises InvalidArgumentError naming
     the field.
@@ -84,7 +86,9 @@ def parse_opening(
         # More than the graphs hold would slow down everybody who shares a step with it.
         max_draft_tokens=min(message.max_draft_tokens or limits.max_draft_tokens, limits.max_draft_tokens),
         verification=_verification(message, sampling, unasked_verification),
-        speculation=Speculation(drafter),
+        speculation=Speculation(drafter)
+        if draft_limits is None
+        else Speculation(drafter, takes_turns=draft_limits.takes_turns, max_expansions=draft_limits.max_expansions),
         traceparent=message.traceparent,
         request_id=message.request_id,
         arrived_ns=arrived_ns,

@@ -14,8 +14,8 @@ from outrider.service.instruments import Counter
 from outrider.service.security import Dial, dial_plaintext
 from outrider.service.stream_link import LinkTimings, StreamLink
 from outrider.v1 import common_pb2, drafter_pb2, drafter_pb2_grpc, verifier_pb2
-from verifier_service.events import Event, LinkDown, LinkUp, ProposalsArrived
-from verifier_service.proposals import parse_proposals
+from verifier_service.events import Event, ExpansionsArrived, LinkDown, LinkUp
+from verifier_service.frames import read_expansions
 from verifier_service.speculation import LinkKey
 
 logger = logging.getLogger(__name__)
@@ -125,12 +125,7 @@ class DrafterLink(StreamLink[drafter_pb2.DraftRequest, drafter_pb2.DraftResponse
         self.status = verifier_pb2.DrafterStatus(
             address=self.address, state=verifier_pb2.DRAFTER_STATE_READY, max_length=self._max_length
         )
-        logger.info(
-            "drafter %s is ready: at most %d draft tokens a proposal, %d candidates a draft token",
-            self.address,
-            limits.max_draft_tokens,
-            limits.max_candidates,
-        )
+        logger.info("drafter %s is ready: %s", self.address, limits)
         self._post(LinkUp(LinkKey(self.address, self._incarnation), self._max_length))
         self._on_change(self)
 
@@ -138,8 +133,9 @@ class DrafterLink(StreamLink[drafter_pb2.DraftRequest, drafter_pb2.DraftResponse
         return await self._outbox.get()
 
     def _take(self, frame: drafter_pb2.DraftResponse) -> None:
-        drafts = parse_proposals(frame.proposals, self._identity.vocabulary_size, self.limits)
-        self._post(ProposalsArrived(LinkKey(self.address, self._incarnation), frame, drafts))
+        expansions = read_expansions(frame.expansions, self._identity.vocabulary_size, self.limits)
+        key = LinkKey(self.address, self._incarnation)
+        self._post(ExpansionsArrived(key, expansions, frame.refusals, frame.step_seconds))
         # Only now: one that takes every stream and ends it is not to be dialled without a pause.
         self._prove_itself()
         if frame.is_draining:

@@ -3,21 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
-from engine.draft_tokens import DraftTokens
 from outrider.protocol.wire import pack_tokens
 from outrider.v1 import common_pb2, drafter_pb2
+from verifier_service.draft_tree import Outcome, SequenceExpansions
 from verifier_service.gathering import Gathering
 from verifier_service.patience import Patience, UsualTime
 from verifier_service.sequence import TargetSequence
-from verifier_service.speculation import LATE, WAITING, LinkKey, Speculation, State
+from verifier_service.speculation import AHEAD, JOINING, LATE, WAITING, LinkKey, Speculation, State
 
 _FALLBACKS = {
-    drafter_pb2.NO_PROPOSAL_REASON_MAX_LENGTH: common_pb2.FALLBACK_REASON_DRAFTER_MAX_LENGTH,
-    drafter_pb2.NO_PROPOSAL_REASON_OVERLOADED: common_pb2.FALLBACK_REASON_DRAFTER_OVERLOADED,
+    drafter_pb2.REFUSAL_REASON_MAX_LENGTH: common_pb2.FALLBACK_REASON_DRAFTER_MAX_LENGTH,
+    drafter_pb2.REFUSAL_REASON_OVERLOADED: common_pb2.FALLBACK_REASON_DRAFTER_OVERLOADED,
 }
+
+
+@dataclass
+class TreeCounts:
+    """What became of draft trees; they only ever grow."""
+
+    num_expansions: int = 0  # that came
+    num_walked: int = 0  # of these, that committed tokens walked over
+    outcomes: dict[Outcome, int] = field(default_factory=lambda: dict.fromkeys(Outcome, 0))  # of steps, by their cause
 
 
 @dataclass
@@ -29,15 +38,16 @@ class _Link:
 
 
 class DraftingLinks:
-    """Which drafters are up, and how long their sequences wait for proposals."""
+    """Which drafters are up, and how long their sequences wait for drafts."""
 
     def __init__(self, draft_timeout: float | None, gathering: Gathering) -> None:
-        """`draft_timeout`: how long to wait for a proposal, seconds; None: by what they usually take."""
+        """`draft_timeout`: how long to wait for an answer, seconds; None: by what they usually take."""
         self._draft_timeout = draft_timeout
         self._step = UsualTime()
         self._gathering = gathering
         self._links: dict[LinkKey, _Link] = {}
         self.num_late = 0  # times that a sequence gave up waiting; only ever grows
+        self.trees = TreeCounts()
 
     def add(self, key: LinkKey, max_length: int) -> None:
         """A drafter is ready."""
@@ -77,12 +87,12 @@ class DraftingLinks:
         return key in self._links
 
     def is_outgrown_by(self, sequence: TargetSequence) -> bool:
-        """Whether the sequence's next proposal would pass the drafter's context."""
+        """Whether the sequence's next chain would pass the drafter's context."""
         assert sequence.speculation.drafter is not None
         max_length = self._links[sequence.speculation.drafter].max_length
         if not max_length:
             return False
-        # The first token is the target's own: the first proposal that matters is the one behind it.
+        # The first token is the target's own: the first drafts that matter are those behind it.
         position = len(sequence.token_ids) + (0 if sequence.num_committed_here else 1)
         return position + sequence.max_draft_tokens > max_length
 
@@ -98,51 +108,48 @@ class DraftingLinks:
             traceparent=sequence.traceparent,
         )
 
-    def tell(self, frame: drafter_pb2.DraftRequest, sequence: TargetSequence, token_ids: Sequence[int]) -> None:
-        """Put into a frame for the drafter what was committed."""
-        # By attributes: as arguments of `add` they would take a third longer.
-        verdict = frame.verdicts.add()
-        verdict.sequence_id = sequence.link_sequence_id
-        verdict.epoch = sequence.speculation.epoch
-        verdict.num_committed = len(sequence.token_ids)
-        verdict.token_ids = pack_tokens(token_ids)
+    def commit(self, sequence: TargetSequence, now: float) -> None:
+        """Walk the tree of a sequence that has a drafter by what was committed `now`, monotonic."""
+        speculation, trees = sequence.speculation, self.trees
+        tree = speculation.tree
+        num_walked = tree.num_walked
+        has_room = len(sequence.token_ids) + 1 < sequence.length_limit
+        is_first = speculation.state is JOINING
+        outcome = speculation.commit(sequence.token_ids, now, has_room=has_room)
+        if not is_first:
+            trees.outcomes[outcome] += 1
+        trees.num_walked += tree.num_walked - num_walked
 
-    def take(self, sequence: TargetSequence, proposal: drafter_pb2.Proposal, drafts: DraftTokens, now: float) -> int:
-        """Buffer a proposal that has come `now`, monotonic; how many of its tokens are too late to be verified.
-
-        Raises ProposalError when it breaks the protocol.
-        """
+    def take(self, sequence: TargetSequence, expansions: SequenceExpansions, now: float) -> None:
+        """Take in expansions that have come `now`, monotonic. Raises ExpansionError for what breaks the protocol."""
         speculation = sequence.speculation
-        state, since = speculation.state, speculation.since
-        num_stale = speculation.arrive(
-            proposal.epoch,
-            proposal.position,
-            drafts,
-            sequence.token_ids,
-            now,
-            num_bytes=drafts.num_bytes if sequence.trace is not None else 0,
-        )
-        self._note_round_trip(speculation, state, now - since)
-        if speculation.drafts.token_ids:
-            self._gathering.answered(sequence, now)
-        return num_stale
+        state, since, tree = speculation.state, speculation.since, speculation.tree
+        num_walked = tree.num_walked
+        speculation.take(expansions, sequence.token_ids, now)
+        self.trees.num_expansions += expansions.end - expansions.start
+        self.trees.num_walked += tree.num_walked - num_walked
+        if state is WAITING or state is LATE:
+            self._note_round_trip(speculation, state, now - since)
+            if speculation.num_drafts:
+                self._gathering.answered(sequence, now)
 
-    def take_refusal(
-        self, sequence: TargetSequence, refusal: drafter_pb2.NoProposal
-    ) -> common_pb2.FallbackReason | None:
-        """Note that there is no proposal; the reason to fall back, or None where only this position goes without."""
-        if refusal.reason != drafter_pb2.NO_PROPOSAL_REASON_NO_MATCH:
+    def take_refusal(self, sequence: TargetSequence, refusal: drafter_pb2.Refusal) -> common_pb2.FallbackReason | None:
+        """Note that there are no drafts; the reason to fall back, or None where only this position goes without."""
+        if refusal.reason != drafter_pb2.REFUSAL_REASON_NO_MATCH:
             return _FALLBACKS.get(refusal.reason, common_pb2.FALLBACK_REASON_DRAFTER_LOST)
-        sequence.speculation.find_nothing(refusal.position, sequence.token_ids, time.monotonic())
+        sequence.speculation.find_nothing(refusal.num_committed, sequence.token_ids, time.monotonic())
         return None
 
     def silent(self, running: Iterable[TargetSequence]) -> set[LinkKey]:
-        """Drafters that owe a proposal and have sent nothing at all for so long that they count as lost."""
+        """Drafters that owe an answer or a root and have sent nothing at all for so long that they count as lost."""
         now, waits = time.monotonic(), self._waits()
         silent = set()
         # Looked at before anything is called: hardly any of many sequences is overdue.
         for speculation in [sequence.speculation for sequence in running]:
-            if (speculation.state is WAITING or speculation.state is LATE) and (key := speculation.drafter) in waits:
+            state = speculation.state
+            if state is AHEAD and not speculation.tree.is_lost:
+                continue
+            if (state is WAITING or state is LATE or state is AHEAD) and (key := speculation.drafter) in waits:
                 link = self._links[key]
                 # What was not owed yet was no silence: a drafter without sequences has nothing to say.
                 silence = now - max(link.heard_at, speculation.since)
@@ -153,7 +160,7 @@ class DraftingLinks:
     def go_on_plainly(self, running: Iterable[TargetSequence]) -> list[TargetSequence]:
         """Let sequences that have waited long enough take steps without drafts until their drafters answer.
 
-        Those that should stop hoping for proposals, because they come too late or not at all, are returned.
+        Those that should stop hoping for answers, because they come too late or not at all, are returned.
         """
         now, waits = time.monotonic(), self._waits()
         hopeless = []
@@ -182,16 +189,16 @@ class DraftingLinks:
         return max(earliest - time.monotonic(), 0.001) if earliest is not None else None
 
     def _waits(self) -> dict[LinkKey, float]:
-        """How long a sequence of each drafter waits for a proposal, seconds."""
+        """How long a sequence of each drafter waits for an answer, seconds."""
         return {key: link.patience.seconds for key, link in self._links.items()}
 
     def _note_round_trip(self, speculation: Speculation, state: State, seconds: float) -> None:
-        """A proposal has come to a sequence that had been in `state` for so long."""
+        """Expansions have come to a sequence that had been in `state` for so long."""
         link = self._links.get(speculation.drafter) if speculation.drafter is not None else None
         if link is None:
             return
-        if state is WAITING and speculation.drafts.token_ids:
-            link.patience.answered(seconds)
-        elif state is LATE:
+        if state is LATE:
             # It was waited for before it was late.
             link.patience.answered(link.patience.seconds + seconds)
+        elif speculation.num_drafts:
+            link.patience.answered(seconds)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
-from engine.draft_tokens import DraftTokens
 from outrider.service.logs import about
 from outrider.v1 import common_pb2, drafter_pb2
+from verifier_service.draft_tree import ExpansionError
 from verifier_service.drafting import DraftingLinks
-from verifier_service.events import Outbox, ProposalsArrived
+from verifier_service.events import ExpansionsArrived, Outbox
+from verifier_service.frames import RefusedExpansions
 from verifier_service.sequence import TargetSequence
 from verifier_service.sequence_table import SequenceTable
-from verifier_service.speculation import WAITING, LinkKey, ProposalError
+from verifier_service.speculation import WAITING, LinkKey
 from verifier_service.step_metrics import StepMetrics
 
 logger = logging.getLogger(__name__)
@@ -48,19 +49,42 @@ class DraftingProtocol:
         speculation = sequence.speculation
         if (drafter := speculation.drafter) is None:
             return
-        speculation.commit(token_ids, now, has_room=len(sequence.token_ids) + 1 < sequence.length_limit)
-        if not speculation.drafts.token_ids and self._links.is_outgrown_by(sequence):
+        self._links.commit(sequence, now)
+        if not speculation.num_drafts and self._links.is_outgrown_by(sequence):
             self.fall_back(sequence, common_pb2.FALLBACK_REASON_DRAFTER_MAX_LENGTH)
         else:
-            self._links.tell(self._outbox.output.link(drafter), sequence, token_ids)
+            frame = self._outbox.output.link(drafter)
+            frame.commit(sequence.link_sequence_id, len(sequence.token_ids), token_ids)
 
-    def take(self, event: ProposalsArrived) -> None:
+    def take(self, event: ExpansionsArrived) -> None:
         """Take in a drafter's frame, unless its connection counts as lost already."""
-        if not self._links.has_heard(event.key):
+        key = event.key
+        if not self._links.has_heard(key):
             return
-        self._take_proposals(event.key, event.frame.proposals, event.drafts, event.frame.step_seconds)
-        for refusal in event.frame.no_proposals:
-            self._take_refusal(event.key, refusal, event.frame.step_seconds)
+        now = time.monotonic()
+        awaited_since = now
+        for expansions in event.expansions:
+            sequence = self._sequences.drafted_by(key, expansions.sequence_id)
+            if sequence is None:
+                continue
+            try:
+                if isinstance(expansions, RefusedExpansions):
+                    raise expansions.error
+                speculation = sequence.speculation
+                is_awaited = speculation.state is WAITING
+                if is_awaited and speculation.since < awaited_since:
+                    awaited_since = speculation.since
+                self._links.take(sequence, expansions, now)
+                if sequence.trace is not None and is_awaited:
+                    sequence.trace.drafted(event.step_seconds)
+            except ExpansionError as error:
+                with about(sequence.subject):
+                    logger.warning("going on without the drafter: %s", error)
+                self.fall_back(sequence, common_pb2.FALLBACK_REASON_DRAFTER_LOST)
+        if self._metrics is not None:
+            self._metrics.drafted(key.address, now - awaited_since)
+        for refusal in event.refusals:
+            self._take_refusal(key, refusal, event.step_seconds)
 
     def lose(self, key: LinkKey) -> None:
         """A connection is gone, and with it what the drafter had of its sequences."""
@@ -87,38 +111,9 @@ class DraftingProtocol:
         is_known = self._sequences.left_drafter(sequence)
         drafter = sequence.speculation.drafter
         if is_known and drafter is not None and self._links.is_up(drafter):
-            self._outbox.output.link(drafter).closes.add(sequence_id=sequence.link_sequence_id)
+            self._outbox.output.link(drafter).closes.append(sequence.link_sequence_id)
 
-    def _take_proposals(
-        self,
-        key: LinkKey,
-        proposals: Sequence[drafter_pb2.Proposal],
-        parsed: Sequence[DraftTokens | ProposalError],
-        draft_seconds: float,
-    ) -> None:
-        now = time.monotonic()
-        num_stale, awaited_since = 0, now
-        for proposal, drafts in zip(proposals, parsed, strict=True):
-            sequence = self._sequences.drafted_by(key, proposal.sequence_id)
-            if sequence is None:
-                continue
-            try:
-                if isinstance(drafts, ProposalError):
-                    raise drafts
-                speculation = sequence.speculation
-                if speculation.state is WAITING and speculation.since < awaited_since:
-                    awaited_since = speculation.since
-                num_stale += self._links.take(sequence, proposal, drafts, now)
-                if sequence.trace is not None:
-                    sequence.trace.drafted(draft_seconds)
-            except ProposalError as error:
-                with about(sequence.subject):
-                    logger.warning("going on without the drafter: %s", error)
-                self.fall_back(sequence, common_pb2.FALLBACK_REASON_DRAFTER_LOST)
-        if self._metrics is not None:
-            self._metrics.proposed(key.address, num_stale, now - awaited_since)
-
-    def _take_refusal(self, key: LinkKey, refusal: drafter_pb2.NoProposal, draft_seconds: float) -> None:
+    def _take_refusal(self, key: LinkKey, refusal: drafter_pb2.Refusal, draft_seconds: float) -> None:
         sequence = self._sequences.drafted_by(key, refusal.sequence_id)
         if sequence is None:
             return

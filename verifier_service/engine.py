@@ -15,12 +15,12 @@ from verifier_service.drafting import DraftingLinks
 from verifier_service.drafting_protocol import DraftingProtocol
 from verifier_service.events import (
     Event,
+    ExpansionsArrived,
     LinkDown,
     LinkRetired,
     LinkUp,
     OpeningRefused,
     Outbox,
-    ProposalsArrived,
     SequenceOpened,
     SequencesClosed,
     SessionClosed,
@@ -97,7 +97,7 @@ class VerifierEngine:
     def handle(self, event: Event) -> None:
         """Take in what has happened outside."""
         self._has_news = True
-        if not isinstance(event, ProposalsArrived):
+        if not isinstance(event, ExpansionsArrived):
             # What was committed before is told before what follows from the event.
             self._reporter.report(self._outbox.output)
         match event:
@@ -119,7 +119,7 @@ class VerifierEngine:
                 self._drafting.lose(key)
             case LinkRetired(key, is_retired):
                 self._links.retire(key, is_retired=is_retired)
-            case ProposalsArrived():
+            case ExpansionsArrived():
                 self._drafting.take(event)
 
     def step(self, emit: Emit) -> float | None:
@@ -201,7 +201,7 @@ class VerifierEngine:
         return self._is_polling and has_others and not self._is_full
 
     def _time_until_something(self) -> float | None:
-        """Seconds until a wait for proposals is over; None when nothing waits."""
+        """Seconds until a wait for drafts is over; None when nothing waits."""
         times = [self._links.time_until_late(self._scheduler.running), self._gathering.time_left()]
         return min((seconds for seconds in times if seconds is not None), default=None)
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from engine.draft_tokens import DraftTokens
 from outrider.service.step_spans import EventRecord, SpanRecord
 from outrider.v1 import drafter_pb2, verifier_pb2
+from verifier_service.draft_tree import SequenceExpansions
+from verifier_service.frames import LinkFrame, RefusedExpansions
 from verifier_service.sequence import TargetSequence
-from verifier_service.speculation import LinkKey, ProposalError
+from verifier_service.speculation import LinkKey
 
 
 @dataclass(frozen=True)
@@ -68,12 +69,13 @@ class LinkRetired:
 
 
 @dataclass(frozen=True)
-class ProposalsArrived:
-    """A drafter's frame, its proposals already parsed: by whoever has the time, which the engine's thread has not."""
+class ExpansionsArrived:
+    """A drafter's frame, already checked: by whoever has the time, which the engine's thread has not."""
 
     key: LinkKey
-    frame: drafter_pb2.DraftResponse
-    drafts: Sequence[DraftTokens | ProposalError]  # one for each proposal of the frame
+    expansions: Sequence[SequenceExpansions | RefusedExpansions]
+    refusals: Sequence[drafter_pb2.Refusal]
+    step_seconds: float
 
 
 Event = (
@@ -84,7 +86,7 @@ Event = (
     | LinkUp
     | LinkDown
     | LinkRetired
-    | ProposalsArrived
+    | ExpansionsArrived
 )
 
 
@@ -104,7 +106,7 @@ class StepOutput:
     """Everything that one step sends: a frame for each gateway and for each drafter that it concerns."""
 
     session_frames: dict[int, verifier_pb2.DecodeResponse] = field(default_factory=dict)
-    link_frames: dict[LinkKey, drafter_pb2.DraftRequest] = field(default_factory=dict)
+    link_frames: dict[LinkKey, LinkFrame] = field(default_factory=dict)
     # Connections that have fallen silent, to be closed and dialled anew.
     silent_links: list[LinkKey] = field(default_factory=list)
     # Retired connections that no sequence uses any more.
@@ -121,10 +123,10 @@ class StepOutput:
             frame = self.session_frames[session_id] = verifier_pb2.DecodeResponse()
         return frame
 
-    def link(self, key: LinkKey) -> drafter_pb2.DraftRequest:
+    def link(self, key: LinkKey) -> LinkFrame:
         """The frame for a drafter, made when first asked for."""
         if (frame := self.link_frames.get(key)) is None:
-            frame = self.link_frames[key] = drafter_pb2.DraftRequest()
+            frame = self.link_frames[key] = LinkFrame()
         return frame
 
 

@@ -120,7 +120,7 @@ class TargetExecutor:
                 blocks=table,
                 start=0,
                 token_ids=[0],
-                drafts=DraftTokens([0] * num_drafts, DraftRows(np.zeros(num_drafts, np.int32), none, none)),
+                drafts=DraftTokens.of([0] * num_drafts, DraftRows(np.zeros(num_drafts, np.int32), none, none)),
                 num_logprobs=0,
                 history=TokenHistory([0]),
             )

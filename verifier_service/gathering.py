@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from verifier_service.sequence import TargetSequence
 from verifier_service.speculation import LinkKey
 
-# In units of the usual time from a step's beginning to the proposals that answer it.
+# In units of the usual time from a step's beginning to the drafts that answer it.
 PATIENCE = 1.5
 MAX_PATIENCE_SECONDS = 0.05
 # The part of an equal share that makes a half. Halves are seldom equal, as sequences end: the smaller one must not wait
@@ -42,7 +42,7 @@ class Gathering:
                 self._since.pop(drafter, None)
 
     def answered(self, sequence: TargetSequence, now: float) -> None:
-        """A proposal for the sequence has come."""
+        """Drafts for the sequence have come."""
         if sequence.step_began is not None:
             self._usual_seconds += _WEIGHT * (now - sequence.step_began - self._usual_seconds)
             sequence.step_began = None
@@ -50,7 +50,7 @@ class Gathering:
     def waiting(
         self, num_ready: Mapping[LinkKey, int], num_missing: Mapping[LinkKey, int], *, num_groups: int
     ) -> set[LinkKey]:
-        """The drafters whose sequences should wait with the proposals that they have.
+        """The drafters whose sequences should wait with the drafts that they have.
 
         By drafter: how many sequences could take part in a step, and how many others may soon. Of one group all come
         together; of `num_groups` nobody waits once most of an equal share is there.

@@ -8,6 +8,7 @@ from outrider.protocol.verification import Verification
 from outrider.service.instruments import POWERS_OF_TWO, SECONDS
 from outrider.service.metrics import ServiceMetrics
 from outrider.v1 import common_pb2
+from verifier_service.draft_tree import Outcome
 
 ORIGINS = ("accepted", "recovered", "bonus", "plain")
 # Why a sequence ended here; `closed` is the gateway's doing: a stop string, or a client that left.
@@ -21,6 +22,7 @@ FALLBACKS = tuple(
 )
 VERIFICATIONS = tuple(rule.value for rule in Verification)
 DRAFTER_STATES = ("ready", "connecting", "incompatible", "draining")
+CHAIN_LENGTHS = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0)
 LENGTHS = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0, 12.0, 16.0, 24.0, 33.0)
 
 
@@ -93,13 +95,13 @@ class VerifierMetrics(ServiceMetrics):
         self.drafted_per_position = make.counter(
             "outrider.verifier.draft.tokens_per_position",
             "{token}",
-            "Draft tokens verified at each place of a proposal, 0 first",
+            "Draft tokens verified at each place of a chain, 0 first",
             {"position": POSITIONS},
         )
         self.accepted_per_position = make.counter(
             "outrider.verifier.draft.accepted_per_position",
             "{token}",
-            "Draft tokens accepted at each place of a proposal, 0 first",
+            "Draft tokens accepted at each place of a chain, 0 first",
             {"position": POSITIONS},
         )
         self.acceptance_length = make.histogram(
@@ -111,23 +113,38 @@ class VerifierMetrics(ServiceMetrics):
         self.draft_wait = make.histogram(
             "outrider.verifier.draft.wait",
             "s",
-            "How long a sequence waited for its proposal, having all else for its next step",
+            "How long a sequence waited for its drafts, having all else for its next step",
             buckets=SECONDS,
         )
         self.round_trip = make.histogram(
             "outrider.verifier.drafter.round_trip",
             "s",
-            "From a verdict to the proposal that answers it, drafting included; the longest of each frame",
+            "In turns, from a verdict to the drafts that answer it, drafting included; the longest of each frame",
             {"drafter": ()},
             buckets=SECONDS,
         )
-        self.stale_tokens = make.counter(
-            "outrider.verifier.draft.stale",
-            "{token}",
-            "Draft tokens that arrived when their place was taken or their epoch over",
+        self.expansions = make.counter(
+            "outrider.verifier.tree.expansions",
+            "{expansion}",
+            "Expansions of draft trees: received, and of these walked, as what was committed led over them; the rest "
+            "were drafted in vain",
+            {"state": ("received", "walked")},
         )
-        self.late_proposals = make.counter(
-            "outrider.verifier.draft.late", "{proposal}", "Proposals that a sequence gave up waiting for"
+        self.outcomes = make.counter(
+            "outrider.verifier.tree.outcomes",
+            "{step}",
+            "Steps by what the draft tree had for the last token that they committed: its first child, another child, "
+            "a miss, or unseen: nothing was known of the place yet",
+            {"outcome": tuple(outcome.value for outcome in Outcome)},
+        )
+        self.chain_length = make.histogram(
+            "outrider.verifier.tree.chain_length",
+            "{token}",
+            "Draft tokens at hand for a sequence when its step began: how far ahead the drafter was",
+            buckets=CHAIN_LENGTHS,
+        )
+        self.late_drafts = make.counter(
+            "outrider.verifier.draft.late", "{draft}", "Drafts that a sequence gave up waiting for"
         )
         self.fallbacks = make.counter(
             "outrider.verifier.fallbacks",

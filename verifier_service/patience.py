@@ -8,9 +8,9 @@ from __future__ import annotations
 # A wait that costs nothing worth mentioning next to what a lost drafter costs, on any machine.
 LEAST_SECONDS = 0.5
 MOST_SECONDS = 10.0
-# A proposal is worth a few steps of the target; a wait for many more would be slower than the target alone.
+# A chain is worth a few steps of the target; a wait for many more would be slower than the target alone.
 MAX_STEPS = 10
-# A drafter that owes a proposal and has sent nothing at all for so many waits is taken for lost. Nobody waits all that
+# A drafter that owes an answer and has sent nothing at all for so many waits is taken for lost. Nobody waits all that
 # time: sequences go on without drafts after the first.
 WAITS_UNTIL_LOST = 10
 # As TCP estimates when an answer is overdue (RFC 6298).
@@ -47,22 +47,22 @@ class Patience:
         self._round_trip = UsualTime()
 
     def answered(self, seconds: float) -> None:
-        """A proposal has come so long after the verdict that it answers."""
+        """An answer has come so long after the verdict that it answers."""
         self._round_trip.add(seconds)
 
     @property
     def seconds(self) -> float:
-        """How long a sequence waits for a proposal before it takes a step without."""
+        """How long a sequence waits for drafts before it takes a step without."""
         if self._fixed_seconds is not None:
             return self._fixed_seconds
         worth_waiting = min(max(LEAST_SECONDS, MAX_STEPS * (self._step.mean or 0.0)), MOST_SECONDS)
         usual = self._round_trip.mean
         if usual is None:
-            # The first proposal comes after the drafter has computed a prompt.
+            # The first answer comes after the drafter has computed a prompt.
             return worth_waiting
         return min(max(LEAST_SECONDS, usual + _DEVIATIONS * self._round_trip.deviation), worth_waiting)
 
     @property
     def seconds_until_lost(self) -> float:
-        """After how long a silence a drafter that owes a proposal is taken for lost."""
+        """After how long a silence a drafter that owes an answer is taken for lost."""
         return self.seconds if self._fixed_seconds is not None else WAITS_UNTIL_LOST * self.seconds

@@ -114,7 +114,7 @@ class Reporter:
                 position=committed.position,
                 num_accepted=committed.num_accepted,
                 draft_wait_seconds=committed.draft_wait,
-                proposal_bytes=committed.proposal_bytes,
+                draft_bytes=committed.draft_bytes,
             )
         if committed.finish_reason:
             self.end_trace(sequence, output)

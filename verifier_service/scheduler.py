@@ -15,7 +15,7 @@ from engine.step import Executor, Row, Sampled, Wanted
 from kernels.limits import MAX_DRAFT_TOKENS
 from verifier_service.gathering import Gathering
 from verifier_service.sequence import TargetSequence
-from verifier_service.speculation import JOINING, LATE, READY, WAITING, LinkKey
+from verifier_service.speculation import AHEAD, ALONE, JOINING, LATE, WAITING, LinkKey
 from verifier_service.step import Scheduled
 
 # A prompt that got nothing for so many steps no longer stands behind those that decode.
@@ -57,7 +57,7 @@ class Scheduler:
         gathering: Gathering | None = None,
     ) -> None:
         if max_num_batched_tokens <= MAX_DRAFT_TOKENS:
-            raise ValueError(f"max_num_batched_tokens must be above {MAX_DRAFT_TOKENS}, the longest proposal")
+            raise ValueError(f"max_num_batched_tokens must be above {MAX_DRAFT_TOKENS}, the longest chain")
         self.blocks = blocks
         self._executor = executor
         self._slots = SlotPool(max_running)
@@ -107,7 +107,7 @@ class Scheduler:
         for _, _, _, sequence, num_drafts, gathers_with in sorted(candidates.ready):
             if gathers_with in candidates.held_back:
                 continue
-            if num_drafts:
+            if num_drafts and gathers_with is not None:
                 if num_verified_left == 0:
                     continue
                 num_verified_left -= 1
@@ -142,35 +142,45 @@ class Scheduler:
         chained: dict[TargetSequence, Scheduled] = {}
         num_speculating = 0
         ready_drafters: list[LinkKey] = []  # for each sequence that could take part
-        missing_drafters: list[LinkKey] = []  # for each that should wait for a proposal, or whose step is in flight
+        missing_drafters: list[LinkKey] = []  # for each that should wait for an answer, or whose step is in flight
+        # Those that wait for no drafter, beside drafters that run ahead: whether there are any, whether some decode in
+        # a step in flight, and those that could decode in the next.
+        is_ahead = is_decoding = False
+        free: list[_Ready] = []
         for place, sequence in enumerate(self.running):
             length = len(sequence.token_ids)
             speculation = sequence.speculation
             state = speculation.state
+            is_free = state is AHEAD or state is ALONE
+            is_ahead = is_ahead or state is AHEAD
             # A drafter that cannot help any more counts for none, nor does one for the first token.
             can_speculate = state is not JOINING and length + 1 < sequence.length_limit
-            drafter = speculation.drafter if can_speculate else None
+            drafter = speculation.drafter if can_speculate and not is_free else None
             num_speculating += drafter is not None
             if sequence.num_in_flight:
                 in_flight.append((place, sequence))
+                is_decoding = is_decoding or (is_free and sequence.num_unknown > 0 and sequence.num_committed_here > 0)
                 # Who goes on without a late drafter is not waited for either.
                 if drafter is not None and state is not LATE:
                     missing_drafters.append(drafter)
                 continue
             num_drafts, is_prompt = 0, length - sequence.num_computed > 1
-            if drafter is not None and not is_prompt:
-                if state is READY:
-                    num_drafts = len(speculation.drafts.token_ids)
+            if not is_prompt:
+                if num_drafts := speculation.num_drafts:
                     if num_drafts > (most := sequence.num_wanted_drafts):
                         num_drafts = most
-                elif state is WAITING:
+                elif drafter is not None and state is WAITING:
                     missing_drafters.append(drafter)
                     continue
             if (gathers_with := sequence.gathers_with) is not None:
                 ready_drafters.append(gathers_with)
             is_last = is_prompt and self._step - sequence.last_turn[0] <= MAX_STEPS_LEFT_OUT
-            ready.append((is_last, sequence.last_turn, place, sequence, num_drafts, gathers_with))
-        if not num_speculating:
+            candidate = (is_last, sequence.last_turn, place, sequence, num_drafts, gathers_with)
+            (free if is_free and not is_prompt else ready).append(candidate)
+        # In two steps that follow each other, each over some of them, the device would read all weights twice as often.
+        if not (is_ahead and is_decoding):
+            ready += free
+        if not num_speculating and not is_ahead:
             for place, sequence in in_flight:
                 if (part := self._chain(sequence)) is not None:
                     chained[sequence] = part
@@ -230,12 +240,12 @@ class Scheduler:
         if num_missing == 1 and num_drafts < budget and not is_waiting:
             return 1, num_drafts, True
         # A preempted sequence may be computed anew while its drafter works, but not past the point where it would
-        # sample without the proposal that it is waiting for.
+        # sample without the answer that it is waiting for.
         num_ready = num_missing - 1 if is_waiting else num_missing
         num_new = min(num_ready, budget)
         is_sampled = num_new == num_missing
         if is_sampled and num_new + num_drafts > budget:
-            # A proposal is verified whole, if need be in the next step, where this sequence goes first: which tokens a
+            # A chain is verified whole, if need be in the next step, where this sequence goes first: which tokens a
             # seed gives must not depend on the company.
             num_new -= 1
             is_sampled = False
@@ -281,8 +291,7 @@ class Scheduler:
 
 def _num_drafts(sequence: TargetSequence) -> int:
     """Draft tokens at hand that a step could verify."""
-    speculation = sequence.speculation
-    return min(len(speculation.drafts.token_ids), sequence.num_wanted_drafts) if speculation.state is READY else 0
+    return min(sequence.speculation.num_drafts, sequence.num_wanted_drafts)
 
 
 def _part(sequence: TargetSequence, num_new: int, num_drafts: int, is_sampled: bool) -> Scheduled:
@@ -299,7 +308,7 @@ def _part(sequence: TargetSequence, num_new: int, num_drafts: int, is_sampled: b
     if is_sampled:
         row.num_logprobs, row.history = sequence.num_logprobs, sequence.history
         if num_drafts:
-            row.drafts = sequence.speculation.peek(num_drafts)
+            row.drafts = sequence.speculation.chain(num_drafts)
     else:
         row.wanted = Wanted.NOTHING
-    return Scheduled(sequence, row, num_new, num_drafts, is_sampled)
+    return Scheduled(sequence, row, num_new, num_drafts, is_sampled, sequence.speculation.num_drafts)

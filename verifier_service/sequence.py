@@ -12,7 +12,7 @@ from outrider.protocol.verification import Verification
 from outrider.service.logs import Subject
 from outrider.v1 import common_pb2, generation_pb2
 from verifier_service.sequence_trace import SequenceTrace
-from verifier_service.speculation import JOINING, LATE, LinkKey, Speculation
+from verifier_service.speculation import AHEAD, JOINING, LATE, LinkKey, Speculation
 
 
 @dataclass(eq=False, slots=True)  # slots: a step reads some thousand attributes
@@ -65,7 +65,7 @@ class TargetSequence:
     num_in_flight: int = 0
     # Most tokens that these may commit: the host does not know yet how many it will be.
     num_unknown: int = 0
-    # Gathering's own: monotonic time at which the last step began, until a proposal answers its verdict.
+    # Gathering's own: monotonic time at which the last step began, until an answer to its verdict comes.
     step_began: float | None = None
     # Ended or closed: what a step in flight finds for it is nobody's.
     is_over: bool = False
@@ -108,12 +108,13 @@ class TargetSequence:
     def gathers_with(self) -> LinkKey | None:
         """The drafter with whose other sequences it takes its steps; None where it waits for nobody.
 
-        A prompt and its first token do not wait, nor does who goes on without a late drafter. Who needs no proposal,
-        for a last token or where there is no match, does: alone it would take a step as long as that of all others.
+        A prompt and its first token do not wait, nor does who goes on without a late drafter, or beside one that runs
+        ahead. Who needs no drafts, for a last token or where there is no match, does: alone it would take a step as
+        long as that of all others.
         """
         speculation = self.speculation
         state = speculation.state
-        if state is JOINING or state is LATE or len(self.token_ids) - self.num_computed > 1:
+        if state is JOINING or state is LATE or state is AHEAD or len(self.token_ids) - self.num_computed > 1:
             return None
         return speculation.drafter
 

@@ -51,7 +51,7 @@ class SequenceTrace:
         self._ready_ns = time.time_ns()
 
     def draft_is_late(self, waited_seconds: float, position: int) -> None:
-        """The wait for a proposal was given up; steps go on without."""
+        """The wait for drafts was given up; steps go on without."""
         self._ready_ns = time.time_ns()
         attributes = {"outrider.position": position, "outrider.draft_wait_seconds": waited_seconds}
         self._records.append(EventRecord("outrider.draft_late", self._ready_ns, attributes))
@@ -96,7 +96,7 @@ class SequenceTrace:
         position: int,
         num_accepted: int,
         draft_wait_seconds: float,
-        proposal_bytes: int,
+        draft_bytes: int,
     ) -> None:
         """The step committed tokens, `num_accepted` of them drafted."""
         if self._resumed_ns:
@@ -109,7 +109,7 @@ class SequenceTrace:
             "outrider.num_accepted_tokens": num_accepted,
             "outrider.draft_wait_seconds": draft_wait_seconds,
             "outrider.turn_wait_seconds": max(step.start_ns - self._ready_ns, 0) * 1e-9,
-            "outrider.proposal_bytes": proposal_bytes,
+            "outrider.draft_bytes": draft_bytes,
             "outrider.num_other_prefill_tokens": num_prefill,
         }
         if draft_wait_seconds:
@@ -118,7 +118,10 @@ class SequenceTrace:
             drafting = min(self._draft_seconds, draft_wait_seconds)
             sums["outrider.draft_seconds"] = drafting
             sums["outrider.wire_seconds"] = draft_wait_seconds - drafting
-        alone: dict[str, int | float] = {"outrider.batch_size": len(step.batch)}
+        alone: dict[str, int | float] = {
+            "outrider.batch_size": len(step.batch),
+            "outrider.chain_length": part.chain_length,
+        }
         if num_accepted < part.num_drafts:
             alone["outrider.rejected_position"] = position + num_accepted
         record = self._steps.add(step.start_ns, step.end_ns, position=position, sums=sums, alone=alone)

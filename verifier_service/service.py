@@ -19,7 +19,6 @@ from engine.gpu_memory import gpu_memory
 from kernels.random_scheme import RANDOM_SCHEME
 from outrider.protocol.errors import OutriderError, UnavailableError, code_number
 from outrider.protocol.fingerprint import model_revision, tokenizer_digest
-from outrider.protocol.handshake import DraftLimits
 from outrider.protocol.verification import Verification
 from outrider.protocol.wire import PROTOCOL_VERSION
 from outrider.service.engine_thread import EngineThread
@@ -206,8 +205,9 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
             link = self._links.get(opening.drafter_address)
             drafter = link.key_for_new if link else None
             limits = self._limits
-            if link is not None and drafter is not None:
-                limits = replace(limits, max_draft_tokens=link.limits.max_draft_tokens)
+            draft_limits = link.limits if link is not None and drafter is not None else None
+            if draft_limits is not None:
+                limits = replace(limits, max_draft_tokens=draft_limits.max_draft_tokens)
             sequence = parse_opening(
                 opening,
                 limits=limits,
@@ -215,6 +215,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
                 link_sequence_id=next(self._link_sequence_ids),
                 drafter=drafter,
                 unasked_verification=Verification(self._settings.verification),
+                draft_limits=draft_limits,
                 arrived_ns=arrived_ns,
             )
         except OutriderError as error:
@@ -244,7 +245,7 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
                 self._links[address] = DrafterLink(
                     address,
                     self._identity,
-                    DraftLimits(self._settings.max_draft_tokens, self._settings.num_candidates),
+                    self._settings.draft_limits(self._target.device),
                     server_name=pool.server_names.get(address, ""),
                     max_message_bytes=self._settings.max_message_bytes,
                     dial=self._dial,
@@ -295,9 +296,9 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
 
     def _deliver(self, output: StepOutput) -> None:
         # Drafters first: while their frames travel, the gateways' are packed.
-        for key, request in output.link_frames.items():
+        for key, frame in output.link_frames.items():
             if link := self._links.get(key.address):
-                link.send(key, request)
+                link.send(key, frame.to_message())
         for key in output.silent_links:
             if link := self._links.get(key.address):
                 link.drop(key)
@@ -307,9 +308,9 @@ class VerifierService(verifier_pb2_grpc.VerifierServiceServicer):
         for records in output.records:
             if session := self._sessions.get(records.session_id):
                 session.record(records)
-        for session_id, frame in output.session_frames.items():
+        for session_id, response in output.session_frames.items():
             if session := self._sessions.get(session_id):
-                session.send(frame)
+                session.send(response)
 
 
 def _reason_without_drafter(opening: verifier_pb2.OpenDecoding, link: DrafterLink | None) -> common_pb2.FallbackReason:

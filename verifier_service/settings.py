@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal, Self
+from typing import TYPE_CHECKING, Literal, Self
 
 from pydantic import Field, model_validator
 from pydantic_settings import SettingsConfigDict
 
 from kernels.limits import MAX_DRAFT_TOKENS, NUM_CANDIDATES
-from outrider.protocol.wire import MAX_CANDIDATES
+from outrider.protocol.handshake import DraftLimits
+from outrider.protocol.wire import (
+    MAX_CANDIDATES,
+    MAX_CHILDREN,
+    MAX_EXPANSIONS,
+    MIN_EXPANSIONS,
+    NUM_EXPANSIONS,
+)
 from outrider.service.settings import ModelSettings
+
+if TYPE_CHECKING:
+    import torch
+
+Drafting = Literal["auto", "turns", "ahead"]
 
 
 class VerifierSettings(ModelSettings):
@@ -37,20 +49,50 @@ class VerifierSettings(ModelSettings):
         le=MAX_CANDIDATES,
         description="most candidates of a draft token that are taken, for which CUDA graphs have room",
     )
+    num_children: int = Field(
+        default=4,
+        ge=1,
+        le=MAX_CHILDREN,
+        description="most tokens that a drafter may name for a position: the first is verified, of the others what "
+        "follows is drafted as well",
+    )
+    max_expansions: int = Field(
+        default=NUM_EXPANSIONS,
+        ge=MIN_EXPANSIONS,
+        le=MAX_EXPANSIONS,
+        description="most positions of a sequence's draft tree that are kept",
+    )
+    drafting: Drafting = Field(
+        default="auto",
+        description="turns: steps wait for drafts, and drafters rest while the target works, as is right where both "
+        "share a device; ahead: drafters never rest, and no step waits; auto: ahead on a GPU, turns on a CPU",
+    )
     max_running: int = Field(default=64, ge=1, description="most sequences decoded at once")
     max_waiting: int = Field(default=1024, ge=1, description="most sequences that may wait for a place")
     split_from: int = Field(
         default=16,
         ge=2,
-        description="from so many speculating sequences on, a step verifies half of them while the other is drafted",
+        description="in turns, from so many speculating sequences on, a step verifies half of them while the other is "
+        "drafted",
     )
     draft_timeout_seconds: float | None = Field(
         default=None,
         gt=0,
         le=60,
-        description="longest wait for a proposal before a step without one, seconds; unset: 0.5, or longer, up to 10, "
-        "where proposals and the target's own steps take longer",
+        description="in turns, longest wait for drafts before a step without any, seconds; unset: 0.5, or longer, up "
+        "to 10, where drafts and the target's own steps take longer",
     )
+
+    def draft_limits(self, device: torch.device) -> DraftLimits:
+        """What a verifier whose model is on `device` takes from a drafter."""
+        takes_turns = device.type == "cpu" if self.drafting == "auto" else self.drafting == "turns"
+        return DraftLimits(
+            max_draft_tokens=self.max_draft_tokens,
+            max_candidates=self.num_candidates,
+            num_children=self.num_children,
+            max_expansions=self.max_expansions,
+            takes_turns=takes_turns,
+        )
 
     @model_validator(mode="after")
     def _check_budget(self) -> Self:

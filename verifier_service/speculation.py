@@ -1,8 +1,14 @@
 """What the verifier knows of one sequence's speculation, as a machine of named states: no I/O, and no clock.
 
-    JOINING ──▶ WAITING ──▶ READY ──▶ WAITING … : a verdict, the proposal that answers it, a step that verifies it
+In turns, where both models share a device or cores, a step waits for the drafter's answer to what was committed last:
+
+    JOINING ──▶ WAITING ──▶ READY ──▶ WAITING … : a verdict, the frame that answers it, a step that verifies its chain
                    │ ╲
-                 LATE  PLAIN                      without a proposal: for as long as none comes, or for one position
+                 LATE  PLAIN                      without drafts: for as long as no answer comes, or for one position
+
+Where the drafter runs ahead, nothing waits: a step takes the drafts that are there.
+
+    JOINING ──▶ AHEAD
 
 ALONE follows from every state, and is final: another drafter is another Speculation. Times are monotonic, in seconds;
 they are handed in with the event that happened then.
@@ -10,15 +16,14 @@ they are handed in with the event that happened then.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from enum import Enum, auto
 from typing import NamedTuple
 
-from engine.draft_tokens import NO_DRAFT_TOKENS, DraftTokens, concatenate
-from kernels.limits import MAX_DRAFT_TOKENS
-from outrider.protocol.epochs import first_difference
+from engine.draft_tokens import DraftTokens
+from outrider.protocol.wire import NUM_EXPANSIONS
+from verifier_service.draft_tree import DraftTree, Outcome, SequenceExpansions
 
-# Draft tokens that one sequence may have waiting: several proposals, as the protocol allows, but no flood of them.
-MAX_BUFFERED_TOKENS = 4 * MAX_DRAFT_TOKENS
 # A sequence whose drafter keeps it waiting this often in a row is better off alone.
 MAX_LATE_IN_A_ROW = 3
 # So is one that has heard nothing for this many times the longest wait.
@@ -32,31 +37,29 @@ class LinkKey(NamedTuple):
     incarnation: int
 
 
-class ProposalError(ValueError):
-    """A proposal that breaks the protocol; the sequence goes on without its drafter."""
-
-
 class State(Enum):
     """What the next step of a sequence does about drafts."""
 
     # Nothing was committed since the drafter heard of the sequence. The first token falls to the prompt's own last row
-    # and meets no proposal: whether one had arrived by then must not change what is sampled.
+    # and meets no draft: whether one had arrived by then must not change what is sampled.
     JOINING = auto()
     # No step samples before the drafter has answered, or has taken too long.
     WAITING = auto()
-    # Drafts are at hand.
+    # The answer is there, and with it drafts.
     READY = auto()
     # This position goes without: the drafter found nothing for it, or it is the last and has no room for any.
     PLAIN = auto()
     # Steps go on without drafts until the drafter answers: one that is busy with a long prompt must not slow the target
     # down.
     LATE = auto()
+    # The drafter runs ahead: steps take the drafts that are there, and go without where there are none.
+    AHEAD = auto()
     # There is no drafter, or none any more.
     ALONE = auto()
 
 
 # For whoever asks about many sequences: a member of an enumeration takes three times as long to look up.
-JOINING, WAITING, READY, PLAIN, LATE, ALONE = State
+JOINING, WAITING, READY, PLAIN, LATE, AHEAD, ALONE = State
 
 
 class Speculation:
@@ -67,98 +70,107 @@ class Speculation:
     """
 
     __slots__ = (
-        "_has_had_proposal",
+        "_has_had_answer",
+        "_has_nothing_to_say",
         "_has_room",
         "_num_late_in_a_row",
         "address",
         "drafter",
-        "drafts",
-        "epoch",
         "num_bytes",
+        "num_drafts",
         "since",
         "state",
+        "takes_turns",
+        "tree",
         "waited",
     )
 
-    def __init__(self, drafter: LinkKey | None) -> None:
-        """A sequence of which nothing has been decoded here: JOINING, or ALONE without a drafter."""
+    def __init__(
+        self, drafter: LinkKey | None, *, takes_turns: bool = True, max_expansions: int = NUM_EXPANSIONS
+    ) -> None:
+        """A sequence of which nothing has been decoded here: JOINING, or ALONE without a drafter.
+
+        `max_expansions` of its tree are kept, at least 1 with a drafter.
+        """
         self.state = JOINING if drafter is not None else ALONE
         self.drafter = drafter
         # Stays when the sequence has left its drafter; empty where it never had one.
         self.address = drafter.address if drafter is not None else ""
-        self.epoch = 0
-        # For the positions right behind the committed tokens. READY, and while JOINING, there may be some.
-        self.drafts = NO_DRAFT_TOKENS
-        # Since when it has been WAITING or LATE.
+        self.takes_turns = takes_turns
+        self.tree = DraftTree(max_expansions if drafter is not None else 0)
+        # Draft tokens that the next step may verify: READY there are some, AHEAD there may be.
+        self.num_drafts = 0
+        # Since when it has been WAITING or LATE, or, AHEAD, there has been nothing to stand on.
         self.since = 0.0
         # Whether the next position has room for drafts: a step commits one more token than it accepts.
         self._has_room = True
         self._num_late_in_a_row = 0
-        self._has_had_proposal = False
-        # For the trace, since `take_measured`: how long the last wait took, seconds, and bytes of proposals.
+        self._has_had_answer = False
+        # AHEAD: the drafter has said that there is nothing to draft behind what is committed.
+        self._has_nothing_to_say = False
+        # For the trace, since `take_measured`: how long the last wait took, seconds, and bytes of expansions.
         self.waited = 0.0
         self.num_bytes = 0
 
     @staticmethod
-    def joined(drafter: LinkKey, now: float) -> Speculation:
+    def joined(
+        drafter: LinkKey, now: float, *, takes_turns: bool = True, max_expansions: int = NUM_EXPANSIONS
+    ) -> Speculation:
         """A sequence that is being decoded and was opened at the drafter `now`, with what is committed.
 
-        It is LATE from the beginning: the drafter has all of the text to compute, for which no step waits.
+        The drafter has all of the text to compute, for which no step waits: in turns it is LATE from the beginning.
         """
-        speculation = Speculation(drafter)
-        speculation.state, speculation.since = LATE, now
+        speculation = Speculation(drafter, takes_turns=takes_turns, max_expansions=max_expansions)
+        speculation.state, speculation.since = LATE if takes_turns else AHEAD, now
         return speculation
 
-    def commit(self, token_ids: list[int], now: float, *, has_room: bool) -> None:
-        """The target committed these tokens, and the drafter is told; `has_room`: more than the last one is to come."""
-        if self.state is ALONE:
-            return
-        if proposed := self.drafts.token_ids:
-            if first_difference(proposed, token_ids) is not None:
-                self.epoch += 1
-                self.drafts = NO_DRAFT_TOKENS
-            elif len(proposed) > len(token_ids):
-                self.drafts = self.drafts.part(len(token_ids))
-            else:
-                self.drafts = NO_DRAFT_TOKENS
-        self._has_room = has_room
-        if self.state is not LATE:
-            self._look_ahead(now)
+    def commit(self, committed: Sequence[int], now: float, *, has_room: bool) -> Outcome:
+        """The target committed the last ones of these, and the drafter is told; what the tree had for the very last.
 
-    def arrive(
-        self, epoch: int, position: int, drafts: DraftTokens, committed: list[int], now: float, *, num_bytes: int = 0
-    ) -> int:
-        """A proposal has come; how many of its tokens are too late to be verified.
-
-        Raises ProposalError when it breaks the protocol.
+        `has_room`: more than one token is to come.
         """
         if self.state is ALONE:
-            return len(drafts.token_ids)
-        num_stale = self._buffer(epoch, position, drafts, committed)
-        self._has_had_proposal = True
-        if self.drafts.token_ids:
-            self._num_late_in_a_row = 0
-            self.num_bytes += num_bytes
-            if self.state is WAITING:
-                self.waited = now - self.since
-            if self.state is not JOINING:
-                self.state = READY
-        elif self.state is LATE:
-            # What is still owed is the answer to the last verdict.
-            self._look_ahead(now)
-        return num_stale
+            return Outcome.UNSEEN
+        was_lost = self.tree.is_lost
+        outcome = self.tree.commit(committed)
+        self._has_room = has_room
+        if not self.takes_turns:
+            if self.state is JOINING:
+                self.state, self.since = AHEAD, now
+            elif self.tree.is_lost and (not was_lost or self._has_nothing_to_say):
+                self.since = now
+            self._has_nothing_to_say = False
+            self.num_drafts = self.tree.chain_length(len(committed))
+        elif self.state is not LATE:
+            self._wait(now)
+        return outcome
 
-    def find_nothing(self, position: int, committed: list[int], now: float) -> None:
-        """The drafter has nothing to propose for a position."""
-        if position != len(committed):
-            if self.state is LATE:
-                self._look_ahead(now)
+    def take(self, expansions: SequenceExpansions, committed: Sequence[int], now: float) -> None:
+        """Expansions have come, in turns all that answer a verdict. Raises ExpansionError for bad ones."""
+        if self.state is ALONE:
             return
-        self._num_late_in_a_row = 0
-        if self.state is WAITING:
-            self.waited = now - self.since
-        if self.state is WAITING or self.state is LATE:
-            self.state = PLAIN
+        was_lost = self.tree.is_lost
+        self.tree.take(expansions, committed)
+        self.num_bytes += expansions.num_bytes
+        self._has_had_answer = True
+        if self.state is AHEAD:
+            self.num_drafts = self.tree.chain_length(len(committed))
+            if self.tree.is_lost and not was_lost:
+                # Tokens were committed in the meantime that its expansions do not have.
+                self.since = now
+        elif self.state is READY:
+            # Nothing was owed; what comes all the same may have changed the chain.
+            self.num_drafts = self.tree.chain_length(len(committed))
+            self.state = READY if self.num_drafts else PLAIN
+        elif self.state is not JOINING:
+            self._hear(expansions.num_committed, committed, now)
+
+    def find_nothing(self, num_committed: int, committed: Sequence[int], now: float) -> None:
+        """The drafter has nothing to draft behind so many committed tokens."""
+        if self.state is AHEAD:
+            self._has_nothing_to_say = num_committed == len(committed)
+        elif self.state is not JOINING and self.state is not ALONE:
+            self._hear(num_committed, committed, now)
 
     def give_up_waiting(self, now: float, timeout: float) -> bool:
         """Time has passed: whether the sequence, which was WAITING, is LATE from now on."""
@@ -166,71 +178,61 @@ class Speculation:
             return False
         self.waited = now - self.since
         # A long prompt may keep a drafter busy for a while; that is no reason to do without it afterwards.
-        self._num_late_in_a_row += int(self._has_had_proposal)
+        self._num_late_in_a_row += int(self._has_had_answer)
         self.state, self.since = LATE, now
         return True
 
     def leave(self) -> None:
         """The sequence goes on without the drafter, for good."""
-        self.state, self.drafter, self.drafts = ALONE, None, NO_DRAFT_TOKENS
+        self.state, self.drafter, self.tree, self.num_drafts = ALONE, None, DraftTree(0), 0
 
     def take_measured(self) -> tuple[float, int]:
-        """How long the last wait took, seconds, and bytes of proposals, since the last call."""
+        """How long the last wait took, seconds, and bytes of expansions, since the last call."""
         measured = self.waited, self.num_bytes
         self.waited, self.num_bytes = 0.0, 0
         return measured
 
-    def peek(self, num_tokens: int) -> DraftTokens:
-        """The next draft tokens, `num_tokens` at most; they stay until `commit`."""
-        drafts = self.drafts
-        return drafts if num_tokens >= len(drafts.token_ids) else drafts.part(0, num_tokens)
+    def chain(self, num_tokens: int) -> DraftTokens:
+        """The next draft tokens, at most `num_tokens` of `num_drafts`; they stay until `commit`."""
+        return self.tree.chain(min(num_tokens, self.num_drafts))
 
     def deadline(self, timeout: float) -> float | None:
-        """When the wait for a proposal will have taken too long; None while nothing waits for one."""
+        """When the wait for an answer will have taken too long; None while nothing waits for one."""
         return self.since + timeout if self.state is WAITING else None
 
     def is_overdue(self, now: float, timeout: float) -> bool:
-        """Whether the drafter owes an answer for so long that nothing waits for it any more."""
+        """Whether the drafter owes something for so long that nothing waits for it any more.
+
+        Where it runs ahead, all that it owes is a root: whatever else it does not expand may not have been worth it.
+        """
+        if self.state is AHEAD:
+            return self.tree.is_lost and not self._has_nothing_to_say and now - self.since >= timeout
         return self.state is LATE or (self.state is WAITING and now - self.since >= timeout)
 
     def is_hopeless(self, now: float, timeout: float) -> bool:
-        """Whether proposals come too late, or not at all, and the sequence should leave."""
+        """Whether answers come too late, or not at all, and the sequence should leave."""
         return self.state is LATE and (
             self._num_late_in_a_row >= MAX_LATE_IN_A_ROW or now - self.since >= MAX_TIMEOUTS_BEHIND * timeout
         )
 
-    def _look_ahead(self, now: float) -> None:
-        if self.drafts.token_ids:
-            self.state = READY
-        elif self._has_room:
+    def _wait(self, now: float) -> None:
+        """In turns: for the answer to the last verdict, unless the next position has no room for drafts."""
+        self.num_drafts = 0
+        if self._has_room:
             self.state, self.since = WAITING, now
         else:
             self.state = PLAIN
 
-    def _buffer(self, epoch: int, position: int, drafts: DraftTokens, committed: list[int]) -> int:
-        """Put a proposal behind those at hand, as far as it is still of use; how many of its tokens are not."""
-        if epoch > self.epoch:
-            raise ProposalError(f"epoch: {epoch} has not begun, {self.epoch} has not ended")
-        num_offered = len(drafts.token_ids)
-        if epoch < self.epoch:
-            return num_offered
-        num_committed, num_waiting = len(committed), len(self.drafts.token_ids)
-        next_position = num_committed + num_waiting
-        if position > next_position or (num_waiting and position != next_position):
-            raise ProposalError(f"position: {position} leaves a gap or repeats, {next_position} comes next")
-        if num_waiting + num_offered > MAX_BUFFERED_TOKENS:
-            raise ProposalError(f"token_ids: more than {MAX_BUFFERED_TOKENS} draft tokens wait for this sequence")
-        num_stale = 0
-        if position < num_committed:
-            # Committed while the proposal was on its way: compared now, as the drafter does with the verdict.
-            overtaken = committed[position : position + num_offered]
-            if first_difference(drafts.token_ids, overtaken) is not None:
-                self.epoch += 1
-                return num_offered
-            num_stale = len(overtaken)
-            drafts = drafts.part(num_stale)
-        if num_waiting:
-            together = concatenate([self.drafts, drafts])
-            drafts = DraftTokens([*self.drafts.token_ids, *drafts.token_ids], together)
-        self.drafts = drafts
-        return num_stale
+    def _hear(self, num_committed: int, committed: Sequence[int], now: float) -> None:
+        """In turns: an answer to the verdict that brought `num_committed`."""
+        if num_committed != len(committed):
+            if self.state is LATE:
+                # What is still owed is the answer to the last verdict.
+                self._wait(now)
+            return
+        if self.state is WAITING:
+            self.waited = now - self.since
+        if self.state is WAITING or self.state is LATE:
+            self._num_late_in_a_row = 0
+            self.num_drafts = self.tree.chain_length(len(committed)) if self._has_room else 0
+            self.state = READY if self.num_drafts else PLAIN

@@ -24,6 +24,7 @@ class Scheduled:
     num_new: int
     num_drafts: int
     is_sampled: bool
+    chain_length: int = 0  # drafts that were at hand
 
     @property
     def num_tokens(self) -> int:
@@ -60,7 +61,7 @@ class Committed:
     token_ids: list[int]  # those that the sequence keeps
     finish_reason: generation_pb2.FinishReason  # UNSPECIFIED: the sequence goes on
     draft_wait: float  # seconds
-    proposal_bytes: int
+    draft_bytes: int
 
     @property
     def num_accepted(self) -> int:

@@ -22,6 +22,7 @@ class StepMetrics:
         self._stages = {stage: metrics.step_duration.series(stage) for stage in STAGES}
         self._lengths = metrics.acceptance_length.series()
         self._waits = metrics.draft_wait.series()
+        self._chain_lengths = metrics.chain_length.series()
         self._batch_sequences = metrics.batch_sequences.series()
         self._batch_tokens = metrics.batch_tokens.series()
         num_positions = len(metrics.drafted_per_position.instrument.known_labels)
@@ -37,7 +38,10 @@ class StepMetrics:
         metrics.sequences_running.follow(lambda: {(): len(scheduler.running)})
         metrics.sequences_waiting.follow(lambda: {(): len(scheduler.queue)})
         metrics.sequences_limit.follow(lambda: {(): max_running})
-        metrics.late_proposals.follow(lambda: {(): links.num_late})
+        metrics.late_drafts.follow(lambda: {(): links.num_late})
+        trees = links.trees
+        metrics.expansions.follow(lambda: {("received",): trees.num_expansions, ("walked",): trees.num_walked})
+        metrics.outcomes.follow(lambda: {(outcome.value,): number for outcome, number in trees.outcomes.items()})
         metrics.preemptions.follow(lambda: {(): scheduler.num_preemptions})
 
         def kv_blocks() -> Mapping[Labels, float]:
@@ -60,6 +64,7 @@ class StepMetrics:
         # Most sequences fare alike: what they have in common is counted together.
         alike: dict[tuple[str, str, int, int, int], int] = {}
         waits = []
+        chain_lengths = []
         for committed in all_committed:
             part, num_tokens, num_accepted = committed.part, len(committed.token_ids), committed.sampled.num_accepted
             if num_accepted > num_tokens:
@@ -67,12 +72,15 @@ class StepMetrics:
             sequence = part.sequence
             key = (sequence.speculation.address, sequence.verification, part.num_drafts, num_accepted, num_tokens)
             alike[key] = alike.get(key, 0) + 1
+            if part.sequence.speculation.drafter is not None:
+                chain_lengths.append(part.chain_length)
             if committed.draft_wait:
                 waits.append(committed.draft_wait)
             if committed.finish_reason:
                 name = generation_pb2.FinishReason.Name(committed.finish_reason)
                 self.ended(name.removeprefix("FINISH_REASON_").lower())
         self._waits.add_all(waits)
+        self._chain_lengths.add_all(chain_lengths)
         for (drafter, verification, num_drafts, num_accepted, num_tokens), times in alike.items():
             self._count(drafter, verification, num_drafts, num_accepted, num_tokens, times)
 
@@ -82,10 +90,8 @@ class StepMetrics:
         self._metrics.queue_duration.record(queue_seconds)
         self._metrics.prefill_duration.record(prefill_seconds)
 
-    def proposed(self, drafter: str, num_stale: int, round_trip: float) -> None:
-        """A drafter's frame brought proposals, the longest awaited after `round_trip` seconds; 0: none was awaited."""
-        if num_stale:
-            self._metrics.stale_tokens.add(num_stale)
+    def drafted(self, drafter: str, round_trip: float) -> None:
+        """A drafter's frame has come, the answer awaited longest after `round_trip` seconds; 0: none was awaited."""
         if round_trip:
             self._metrics.round_trip.record(round_trip, drafter)
 

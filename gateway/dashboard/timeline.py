@@ -1,6 +1,6 @@
 """What a page needs to draw where the time of one request went, from its trace.
 
-A step of a sequence is: its verdict travels to the drafter, the drafter works, the proposal travels back, the sequence
+A step of a sequence is: its verdict travels to the drafter, the drafter works, the drafts travel back, the sequence
 waits for its turn, the target verifies. Times are seconds since the request's beginning.
 """
 

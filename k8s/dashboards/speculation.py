@@ -32,7 +32,7 @@ ACCEPTANCE = Row(
         ),
         Panel(
             "Acceptance by position",
-            "Of the draft tokens at each place of a proposal, 0 first.",
+            "Of the draft tokens at each place of a chain, 0 first.",
             [
                 Query(
                     share(
@@ -78,14 +78,46 @@ LENGTHS = Row(
         ),
         Panel(
             "Draft tokens",
-            "Made by the drafters, verified, accepted; and those that came when their place was taken.",
+            "Expansions of draft trees, of which each brings one; verified; accepted.",
             [
-                Query(rate("outrider_drafter_draft_tokens_total"), "drafted"),
+                Query(rate("outrider_drafter_expansions_total"), "expanded"),
                 Query(rate(DRAFTED), "verified"),
                 Query(rate(ACCEPTED), "accepted"),
-                Query(rate("outrider_verifier_draft_stale_total"), "stale"),
             ],
             unit="tokens/s",
+        ),
+    ),
+)
+
+TREE = Row(
+    "Draft trees",
+    (
+        Panel(
+            "Outcomes",
+            "What the trees had for the last token of a step: behind an expanded child stands the next chain.",
+            [Query(rate("outrider_verifier_tree_outcomes_total", "outcome"), "{{outcome}}")],
+            is_stacked=True,
+        ),
+        Panel(
+            "Drafted in vain",
+            "Of the expansions that came, those that no committed token led over.",
+            [
+                Query(
+                    "1 - "
+                    + share(
+                        rate("outrider_verifier_tree_expansions_total", where='state="walked"'),
+                        rate("outrider_verifier_tree_expansions_total", where='state="received"'),
+                    ),
+                    "in vain",
+                )
+            ],
+            unit="percentunit",
+        ),
+        Panel(
+            "How far ahead",
+            "Draft tokens at hand for a sequence when its step began.",
+            [Query(rate("outrider_verifier_tree_chain_length_bucket", "le"))],
+            kind="heatmap",
         ),
     ),
 )
@@ -108,7 +140,7 @@ TIME = Row(
         ),
         Panel(
             "Round trip by drafter",
-            "From a verdict to the proposal that answers it, 95th percentile.",
+            "In turns, from a verdict to the drafts that answer it, 95th percentile.",
             [Query(quantile(0.95, "outrider_verifier_drafter_round_trip_seconds", "drafter"), "{{drafter}}")],
             unit="s",
         ),
@@ -134,24 +166,24 @@ LOSSES = Row(
             is_stacked=True,
         ),
         Panel(
-            "Late proposals",
+            "Late drafts",
             "That a sequence gave up waiting for.",
             [Query(rate("outrider_verifier_draft_late_total", "instance"), "{{instance}}")],
         ),
         Panel(
             "Drafters' refusals",
-            "Answers without a proposal, by reason.",
+            "Answers without drafts, by reason.",
             [Query(rate("outrider_drafter_refusals_total", "reason"), "{{reason}}")],
             is_stacked=True,
         ),
         Panel(
-            "Bytes for a draft token",
-            "What drafters send, for each draft token that they make.",
+            "Bytes for an expansion",
+            "What drafters send, for each expansion of a draft tree.",
             [
                 Query(
                     share(
                         rate("outrider_drafter_wire_bytes_total", where='direction="sent"'),
-                        rate("outrider_drafter_draft_tokens_total"),
+                        rate("outrider_drafter_expansions_total"),
                     ),
                     "bytes",
                 )
@@ -165,5 +197,5 @@ SPECULATION = Dashboard(
     "outrider-speculation",
     "Outrider / Speculation",
     "Acceptance by position and by drafter, waits for drafts, fallbacks.",
-    (ACCEPTANCE, LENGTHS, TIME, LOSSES),
+    (ACCEPTANCE, LENGTHS, TREE, TIME, LOSSES),
 )

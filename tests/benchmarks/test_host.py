@@ -18,7 +18,7 @@ def test_every_stage_is_passed_as_often_as_the_others(batch_size: int) -> None:
     watch = host.measure(batch_size, num_candidates=8, num_turns=num_turns)
     counts = {name: len(watch.seconds[name]) for name in host.STAGES}
     # One step a turn; a turn also asks in vain, once or twice, what there is to schedule or to report.
-    for name in ("collect", "commit", "draft", "answer", "check proposals", "launch"):
+    for name in ("collect", "commit", "draft", "answer", "check drafts", "launch"):
         assert counts[name] == pytest.approx(num_turns, abs=2), name
     assert min(counts.values()) >= num_turns - 2
     assert all(min(watch.seconds[name]) >= 0 for name in host.STAGES)

@@ -206,13 +206,13 @@ def test_impossible_tokens_are_never_emitted(device: torch.device) -> None:
 
 @pytest.mark.parametrize("extreme", [0, 0xFFFFFFFF])
 @pytest.mark.parametrize("is_coupled", [0, 1])
-def test_extreme_noise_draws_nothing_impossible(
-    monkeypatch: pytest.MonkeyPatch, extreme: int, is_coupled: int
-) -> None:
+def test_extreme_noise_draws_nothing_impossible(monkeypatch: pytest.MonkeyPatch, extreme: int, is_coupled: int) -> None:
     """First and last tokens have no probability: equal noise for all of them must not choose one of those."""
     words = np.uint64(extreme)
     monkeypatch.setattr(
-        random, "_philox", lambda counter, key: (np.broadcast_to(words, np.broadcast_shapes(*map(np.shape, counter))),) * 4
+        random,
+        "_philox",
+        lambda counter, key: (np.broadcast_to(words, np.broadcast_shapes(*map(np.shape, counter))),) * 4,
     )
     logits = torch.full((2, 40), -torch.inf)
     logits[:, 13:27] = 0.5 * torch.randn(2, 14)

@@ -9,11 +9,12 @@ import pytest
 
 from engine.block_manager import BlockManager
 from engine.model_runner import ModelRunner
+from outrider.protocol.handshake import DraftLimits
 from outrider.protocol.wire import pack_tokens
 from outrider.v1 import common_pb2, generation_pb2, verifier_pb2
 from tests.services.checked_executor import CheckedExecutor
 from tests.services.known_answers import Answer
-from tests.services.simulated_drafters import LIMITS
+from tests.services.simulated_drafters import TURNS
 from verifier_service import drafting, drafting_protocol, gathering, reporting, steps_in_flight
 from verifier_service import engine as engine_module
 from verifier_service.decoding import TargetLimits, parse_opening
@@ -69,7 +70,7 @@ class LoadedTarget(Target):
 
 def make_executor(runner: ModelRunner, max_rows: int) -> TargetExecutor:
     return TargetExecutor(
-        runner, max_rows=max_rows, max_draft_tokens=LIMITS.max_draft_tokens, num_candidates=LIMITS.max_candidates
+        runner, max_rows=max_rows, max_draft_tokens=TURNS.max_draft_tokens, num_candidates=TURNS.max_candidates
     )
 
 
@@ -91,13 +92,14 @@ class LinkIds(NamedTuple):
     session_id: int
     link_sequence_id: int
     drafter: LinkKey | None
+    draft_limits: DraftLimits | None = None
 
 
 def parse(
     message: verifier_pb2.OpenDecoding, runner: ModelRunner, ids: LinkIds, eos: frozenset[int] = frozenset()
 ) -> TargetSequence:
     """The sequence that the service would make of an opening."""
-    limits = TargetLimits(runner.vocab_size, runner.max_length, eos, LIMITS.max_draft_tokens)
+    limits = TargetLimits(runner.vocab_size, runner.max_length, eos, TURNS.max_draft_tokens)
     return parse_opening(message, limits=limits, arrived_ns=0, **ids._asdict())
 
 

@@ -97,7 +97,7 @@ def drafter_settings(**fields: Any) -> DrafterSettings:
 
 
 def verifier_settings(model: Path, **fields: Any) -> VerifierSettings:
-    """Settings for tests: free port, no long drain, CPU unless told otherwise, a patient wait for proposals."""
+    """Settings for tests: free port, no long drain, CPU unless told otherwise, a patient wait for drafts."""
     defaults = {
         "listen": "127.0.0.1:0",
         "device": SERVICE_DEVICE,

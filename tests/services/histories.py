@@ -19,21 +19,22 @@ from tests.services.asked import Asked
 from tests.services.bare_engine import Clock, LinkIds, LoadedTarget, completion, make_executor, parse
 from tests.services.checked_executor import CheckedExecutor, Weather
 from tests.services.known_answers import Answer
-from tests.services.simulated_drafters import LIMITS, Link, Manners, RandomDrafter, break_the_rules
+from tests.services.simulated_drafters import AHEAD, TURNS, Link, Manners, RandomDrafter, break_the_rules, sequence_ids
+from verifier_service.draft_tree import SequenceExpansions
 from verifier_service.engine import VerifierEngine
 from verifier_service.events import (
     Event,
+    ExpansionsArrived,
     LinkDown,
     LinkRetired,
     LinkUp,
     OpeningRefused,
-    ProposalsArrived,
     SequenceOpened,
     SequencesClosed,
     SessionClosed,
     StepOutput,
 )
-from verifier_service.proposals import parse_proposals
+from verifier_service.frames import read_expansions
 from verifier_service.speculation import ALONE, LinkKey
 
 REFUSED = code_number(grpc.StatusCode.INVALID_ARGUMENT)
@@ -47,7 +48,7 @@ class History:
         self._chance = chance = random.Random(seed)
         self.seen: Counter[str] = Counter()
         self._runner, self._answers, self._clock = runner, answers, clock
-        # Whether drafters vanish while what they proposed is being verified, which seldom comes by itself.
+        # Whether drafters vanish while what they drafted is being verified, which seldom comes by itself.
         self._is_lossy = chance.random() < 0.3
         self._max_running = chance.choice([2, 3, 4, 6])
         inner = make_executor(runner, self._max_running)
@@ -79,6 +80,8 @@ class History:
         self._drafted = 0.9 if self._is_lossy else chance.choice([0.0, 0.6, 0.95])
         self._rules = chance.choice([0.0, 0.05, 0.1])  # how often drafters break them
         self._texts: dict[int, list[int]] = {}
+        # How drafters work, all of them at one verifier.
+        self._limits = chance.choice([TURNS, AHEAD])
         self._drafters = {address: self._drafter() for address in ADDRESSES}
         self._links: dict[str, Link] = {}  # those that are up, by address
         self._past_keys: list[LinkKey] = []
@@ -92,7 +95,7 @@ class History:
             working=chance.choice([0.5] if self._is_lossy else [0.0, 0.2, 0.5, 0.9]),
             nothing=chance.choice([0.0, 0.05, 0.2]),
             refusal=chance.choice([0.0, 0.02]),
-            wrong=chance.choice([0.2, 0.4, 0.7]),
+            wrong=chance.choice([0.05, 0.15, 0.4]),
             candidates=chance.choice([0.0, 0.2]),
         )
         drafter = RandomDrafter(self._texts, self._runner.vocab_size, chance, manners)
@@ -182,7 +185,7 @@ class History:
             logprobs=chance.choice([None, None, 0, 1, 3]),
         )
         drafter = self._some_link() if answer.is_greedy and chance.random() < self._drafted else None
-        ids = LinkIds(chance.choice(self._sessions), next(self._serials), drafter)
+        ids = LinkIds(chance.choice(self._sessions), next(self._serials), drafter, self._limits)
         sequence = parse(message, self._runner, ids, eos)
         self._texts[sequence.link_sequence_id] = answer.text
         self.seen["opened"] += 1
@@ -250,26 +253,23 @@ class History:
         unlawful = None
         if self._chance.random() < self._rules:
             unlawful = break_the_rules(frame, link, self._runner.vocab_size, self._chance, self.seen)
-        named = {proposal.sequence_id for proposal in frame.proposals}
-        named |= {refusal.sequence_id for refusal in frame.no_proposals}
+        named = set(sequence_ids(frame))
         drafted = {sequence.link_sequence_id: sequence for sequence in self._engine._sequences.of_drafter(link.key)}
-        for proposal in frame.proposals:
-            if (sequence := drafted.get(proposal.sequence_id)) is not None:
-                self.seen["old epochs"] += proposal.epoch < sequence.speculation.epoch
-                self.seen["late proposals"] += proposal.position < sequence.length
         is_known = self._engine._links.is_up(link.key)
-        self._handle(
-            ProposalsArrived(link.key, frame, parse_proposals(frame.proposals, self._runner.vocab_size, LIMITS))
-        )
+        expansions = read_expansions(frame.expansions, self._runner.vocab_size, link.limits)
+        for part in expansions:
+            if isinstance(part, SequenceExpansions) and (sequence := drafted.get(part.sequence_id)) is not None:
+                self.seen["overtaken frames"] += part.num_committed < sequence.length
+        self._handle(ExpansionsArrived(link.key, expansions, frame.refusals, frame.step_seconds))
         lost = {link_id for link_id, sequence in drafted.items() if sequence.speculation.state is ALONE}
         assert lost <= named, "a frame ends the speculation of sequences that it does not name"
         if is_known and self._engine._sequences.drafted_by(link.key, unlawful or 0) is not None:
-            raise AssertionError("an unlawful proposal has no consequence")
+            raise AssertionError("an unlawful frame has no consequence")
         return True
 
     def _dial(self, address: str) -> None:
         key = LinkKey(address, next(self._serials))
-        self._links[address] = link = Link(key, self._drafters[address])
+        self._links[address] = link = Link(key, self._drafters[address], self._limits)
         link.open()
         self._handle(LinkUp(key, self._chance.choice([0, 0, 0, 0, 30, 50])))
 

@@ -233,7 +233,7 @@ def random_row(rng: np.random.Generator, length: int, sampling: SamplingParamete
         width = int(rng.choice([0, 64, CANDIDATES]))
         ids = np.tile(np.arange(width, dtype=np.int32), (num_drafts, 1))
         candidates = DraftRows(np.zeros(num_drafts, np.int32), ids, np.full(ids.shape, 512, np.uint16))
-        row.drafts = DraftTokens([0] * num_drafts, candidates)
+        row.drafts = DraftTokens.of([0] * num_drafts, candidates)
     return row
 
 

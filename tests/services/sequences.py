@@ -6,12 +6,10 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from engine.draft_tokens import DraftRows, DraftTokens
 from engine.step import Pass, Row, Sampled
 from outrider.protocol.sampling_parameters import SamplingParameters
 from outrider.protocol.verification import Verification
+from tests.services.trees import chain, expansions
 from verifier_service.sequence import TargetSequence
 from verifier_service.speculation import LinkKey, Speculation
 
@@ -37,9 +35,14 @@ class NoModel:
 
 
 def target_sequence(
-    length: int = 4, *, length_limit: int = 64, drafter: LinkKey | None = LINK, **fields: Any
+    length: int = 4,
+    *,
+    length_limit: int = 64,
+    drafter: LinkKey | None = LINK,
+    takes_turns: bool = True,
+    **fields: Any,
 ) -> TargetSequence:
-    """A greedy sequence that has just arrived, with a drafter unless told otherwise."""
+    """A greedy sequence that has just arrived, with a drafter that takes turns unless told otherwise."""
     number = next(_ids)
     defaults: dict[str, Any] = {
         "session_id": 1,
@@ -54,7 +57,7 @@ def target_sequence(
         "num_logprobs": None,
         "max_draft_tokens": 4,
         "verification": Verification.GREEDY,
-        "speculation": Speculation(drafter),
+        "speculation": Speculation(drafter, takes_turns=takes_turns),
         "traceparent": "",
         "request_id": f"request {number}",
         "arrived_ns": 0,
@@ -64,16 +67,10 @@ def target_sequence(
 
 
 def propose(sequence: TargetSequence, tokens: Sequence[int]) -> None:
-    """Let a one-hot proposal arrive behind what the sequence has."""
-    none = np.empty((len(tokens), 0), np.int32)
-    arrive(sequence, DraftTokens(list(tokens), DraftRows(np.array(tokens, np.int32), none, none)))
-
-
-def arrive(sequence: TargetSequence, drafts: DraftTokens, now: float = 0.0) -> None:
-    """Let a proposal arrive behind what the sequence has."""
-    speculation = sequence.speculation
-    position = sequence.length + len(speculation.drafts)
-    speculation.arrive(speculation.epoch, position, drafts, sequence.token_ids, now)
+    """Let the answer to the last verdict come: a root and a chain of these tokens."""
+    first_id = sequence.speculation.tree.num_expansions
+    answer = expansions(*chain(tokens, first_id), num_committed=sequence.length, first_id=first_id)
+    sequence.speculation.take(answer, sequence.token_ids, 0.0)
 
 
 def commit(sequence: TargetSequence, tokens: list[int], num_accepted: int) -> None:
@@ -81,4 +78,5 @@ def commit(sequence: TargetSequence, tokens: list[int], num_accepted: int) -> No
     sequence.num_computed += num_accepted
     sequence.token_ids.extend(tokens)
     sequence.num_committed_here += len(tokens)
-    sequence.speculation.commit(tokens, 0.0, has_room=sequence.length + 1 < sequence.length_limit)
+    has_room = sequence.length + 1 < sequence.length_limit
+    sequence.speculation.commit(sequence.token_ids, 0.0, has_room=has_room)

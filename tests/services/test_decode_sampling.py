@@ -19,10 +19,9 @@ from scipy import stats
 
 import kernels.draft_sample
 import kernels.rejection_sample_reference
-from drafter_service.drafter import Draft, NoDraft
+from drafter_service.drafter import Drafts, Expanded
 from drafter_service.factory import make_drafter
 from drafter_service.model_drafter import ModelDrafter
-from drafter_service.sequence import DraftSequence
 from kernels.random import Purpose, target_exponentials
 from outrider.v1 import common_pb2
 from tests.service_device import SERVICE_DEVICE
@@ -238,7 +237,8 @@ async def test_a_verifier_that_takes_fewer_candidates_changes_nothing(narrow_pai
 
 
 @pytest.mark.slow
-async def test_certain_draft_tokens_leave_the_distribution_alone(narrow_pair: Pair) -> None:
+@pytest.mark.parametrize("drafting", ["turns", "ahead"])
+async def test_certain_draft_tokens_leave_the_distribution_alone(narrow_pair: Pair, drafting: str) -> None:
     """Catches a one-hot q whose residual still holds the rejected token, and a coupled token that leans to drafts."""
     target, _ = narrow_pair
     by_token: Counter[int] = Counter()
@@ -252,14 +252,16 @@ async def test_certain_draft_tokens_leave_the_distribution_alone(narrow_pair: Pa
 
     async with (
         scripted_drafter(script, max_sequences=4096) as drafter,
-        sampling_client(target, drafter.address) as client,
+        sampling_client(target, drafter.address, drafting=drafting) as client,
     ):
         found: dict[str, float] = {}
         for number, case in enumerate((WHOLE, PENALTIES, COUPLED)):
             results = await sample(client, drafter.address, case, first_seed=7_000_000 + 1_000_000 * number)
             origins = Counter(origin for result in results for origin in result.origins)
-            assert origins[common_pb2.TOKEN_ORIGIN_ACCEPTED] > NUM_SEQUENCES / 20, origins
-            assert origins[common_pb2.TOKEN_ORIGIN_RECOVERED] > NUM_SEQUENCES / 5, origins
+            # Running ahead, drafts are often late: tested is what happens to be there.
+            least = NUM_SEQUENCES // (1 if drafting == "turns" else 4)
+            assert origins[common_pb2.TOKEN_ORIGIN_ACCEPTED] > least / 20, origins
+            assert origins[common_pb2.TOKEN_ORIGIN_RECOVERED] > least / 5, origins
             found |= p_values(results, target, case)
     assert {name: p for name, p in found.items() if p < SIGNIFICANCE} == {}
 
@@ -273,18 +275,19 @@ class LyingDrafter:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._honest, name)
 
-    def draft(self, wanting: Sequence[DraftSequence]) -> Sequence[Draft | NoDraft]:
-        return [self._falsify(answer) for answer in self._honest.draft(wanting)]
+    def draft(self) -> Drafts:
+        drafts = self._honest.draft()
+        return replace(drafts, expanded=[self._falsify(expanded) for expanded in drafts.expanded])
 
-    def _falsify(self, answer: Draft | NoDraft) -> Draft | NoDraft:
-        if isinstance(answer, NoDraft) or answer.candidate_weights is None:
+    def _falsify(self, answer: Expanded) -> Expanded:
+        if answer.candidate_weights is None:
             return answer
         # Half way to uniform; the sum stays what it was. The slots behind the vocabulary stay empty.
-        weights = answer.candidate_weights // 2
+        weights = answer.candidate_weights.astype(np.int64) // 2
         weights[:, :VOCABULARY] += (1 << 16) // 2 // VOCABULARY
         weights[:, 0] += (1 << 16) - weights.sum(axis=1)
         is_sparse = answer.candidate_weights.sum(axis=1, keepdims=True) > 0
-        return replace(answer, candidate_weights=np.where(is_sparse, weights, 0))
+        return replace(answer, candidate_weights=np.where(is_sparse, weights, 0).astype(np.uint16))
 
 
 @pytest.mark.slow
@@ -341,7 +344,7 @@ async def test_the_statistic_sees_noise_that_serves_two_positions(
 
 @pytest.mark.parametrize("budget", [2048, 64])
 async def test_the_same_seed_gives_the_same_tokens_in_any_company(pair: Pair, budget: int) -> None:
-    """Catches random numbers that depend on the batch or the slot, and proposals that a full step cuts short."""
+    """Catches random numbers that depend on the batch or the slot, and drafts that a full step cuts short."""
     target, draft = pair
     mine = [
         {"sampling": {"temperature": 1.0}, "seed": 11},

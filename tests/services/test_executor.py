@@ -128,11 +128,11 @@ def random_draft(generator: np.random.Generator, num_tokens: int, num_candidates
     """Draft tokens with a uniform q over some candidates, or none at all."""
     if num_candidates == 0:
         ids = generator.integers(0, VOCABULARY, (num_tokens, 1)).astype(np.int32)
-        return DraftTokens(ids[:, 0].tolist(), DraftRows(ids[:, 0].copy(), ids[:, :0], ids[:, :0]))
+        return DraftTokens.of(ids[:, 0].tolist(), DraftRows(ids[:, 0].copy(), ids[:, :0], ids[:, :0]))
     rows = [generator.choice(VOCABULARY, num_candidates, replace=False) for _ in range(num_tokens)]
     ids = np.array(rows, np.int32).reshape(num_tokens, num_candidates)
     weights = np.full((num_tokens, num_candidates), 65536 // num_candidates, np.int32)
-    return DraftTokens(ids[:, 0].tolist(), DraftRows(ids[:, 0].copy(), ids, weights))
+    return DraftTokens.of(ids[:, 0].tolist(), DraftRows(ids[:, 0].copy(), ids, weights))
 
 
 def assert_same(found: Sequence[Sampled | None], expected: Sequence[Sampled | None]) -> None:
@@ -194,7 +194,7 @@ def test_what_slots_keep_from_step_to_step_is_still_good(model: Path) -> None:
                 # Blocks that go back and come again are others, in other places.
                 rig.manager.shrink(sequence.blocks, len(sequence.token_ids))
                 tokens = frame.token_ids[4 * index : 4 * index + count].tolist()
-                rows.append(sequence.row(DraftTokens(tokens, frame, 4 * index) if count else NO_DRAFT_TOKENS))
+                rows.append(sequence.row(DraftTokens.of(tokens, frame, 4 * index) if count else NO_DRAFT_TOKENS))
             for index in reversed(order) if step % 2 else order:
                 assert rig.manager.grow(sequences[index].blocks, len(sequences[index].token_ids) + 4)
             outcomes[number] += rig.run(rows)

@@ -6,7 +6,6 @@ import asyncio
 import os
 import shutil
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
-from drafter_service.drafter import Draft, Drafter, NoDraft
+from drafter_service.drafter import Drafter, Drafts
 from drafter_service.factory import make_drafter
 from drafter_service.model_drafter import ModelDrafter
 from drafter_service.sequence import DraftSequence
@@ -122,7 +121,7 @@ async def test_a_drafter_of_another_version(pair: Pair, field: str) -> None:
 
 
 async def test_the_drafters_context_ends_in_mid_sequence(pair: Pair, tmp_path: Path) -> None:
-    """Catches a proposal beyond the draft model's positions, and a sequence that stops there."""
+    """Catches drafts beyond the draft model's positions, and a sequence that stops there."""
     target, _ = pair
     short = save_tiny_llama(tmp_path / "short", num_layers=1, max_length=64, seed=2)
     async with (
@@ -182,9 +181,9 @@ def slow_drafter(draft: Path) -> Drafter:
     drafter = make_drafter(drafter_settings(model=draft))
     make_drafts = drafter.draft
 
-    def slowly(wanting: Sequence[DraftSequence]) -> Sequence[Draft | NoDraft]:
+    def slowly() -> Drafts:
         time.sleep(0.02)
-        return make_drafts(wanting)
+        return make_drafts()
 
     drafter.draft = slowly  # type: ignore[method-assign]
     return drafter
@@ -275,7 +274,7 @@ async def test_a_drafter_that_is_busy_with_something_else(pair: Pair) -> None:
         start = time.monotonic()
         _, result = client.open(PROMPT, drafter=drafter.address, max_tokens=50)
         while not result.done.is_set():
-            # The drafter lives: another sequence's proposals go on.
+            # The drafter lives: another sequence's drafts go on.
             await client.decode(PROMPT[:3], drafter=drafter.address, max_tokens=1)
             await asyncio.sleep(0.05)
         assert time.monotonic() - start < 10, "50 tokens, and a pause of half a second before each"
@@ -288,9 +287,9 @@ async def test_a_drafter_that_lives_and_is_late(pair: Pair, monkeypatch: pytest.
     target, _ = pair
     monkeypatch.setattr(speculation, "MAX_LATE_IN_A_ROW", 1)
 
-    async def hook(proposal: drafter_pb2.Proposal, sequence: DraftSequence) -> list[Any]:
+    async def hook(expansions: drafter_pb2.Expansions, sequence: DraftSequence) -> list[Any]:
         if sequence.length <= len(PROMPT) + 1:
-            return [frame(proposal)]
+            return [frame(expansions)]
         await asyncio.sleep(0.2)
         return [frame()]  # a sign of life, and no answer
 

@@ -49,14 +49,14 @@ async def test_a_plan_does_not_outlive_what_it_was_made_from(
     """Catches a batch that is verified although the step that one of its parts is chained to was committed before."""
     answer = asyncio.Event()
 
-    async def hook(proposal: drafter_pb2.Proposal, sequence: Any) -> Sequence[Wire]:
+    async def hook(expansions: drafter_pb2.Expansions, sequence: Any) -> Sequence[Wire]:
         await answer.wait()
-        return [refusal(sequence, drafter_pb2.NO_PROPOSAL_REASON_OVERLOADED)]
+        return [refusal(sequence, drafter_pb2.REFUSAL_REASON_OVERLOADED)]
 
     async with AsyncExitStack() as stack, AsyncExitStack() as drafters:
         drafter = await drafters.enter_async_context(fake_drafter(lambda tokens, count: [1] * count, hook))
         client = await verifying(stack, pair[0], drafter.address)
-        # No graph holds what it asks for, and it waits for a proposal.
+        # No graph holds what it asks for, and it waits for drafts.
         _, waiting = client.open(WAITING, drafter=drafter.address, max_tokens=30, **asks)
         await eventually(lambda: len(waiting.token_ids) == 1)
         _, plain = client.open(PLAIN, max_tokens=40)
@@ -92,9 +92,9 @@ async def test_a_drafter_lost_while_its_drafts_are_verified(pair: Pair, flights:
         found = list(right(tokens, count)) or [1] * count
         return [*found[:num_right], *((token + 1) % 64 for token in found[num_right:])]
 
-    async def hook(proposal: drafter_pb2.Proposal, sequence: Any) -> Sequence[Wire]:
+    async def hook(expansions: drafter_pb2.Expansions, sequence: Any) -> Sequence[Wire]:
         # Whoever waits keeps the engine looking for news.
-        return [] if list(sequence.token_ids[:3]) == WAITING else [frame(proposal)]
+        return [] if list(sequence.token_ids[:3]) == WAITING else [frame(expansions)]
 
     async with AsyncExitStack() as stack, AsyncExitStack() as drafters:
         drafter = await drafters.enter_async_context(fake_drafter(script, hook))

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +16,8 @@ import pytest
 
 from kernels.random import RANDOM_SCHEME
 from outrider.protocol.handshake import DraftLimits
-from outrider.protocol.wire import PROTOCOL_VERSION, pack_tokens, unpack_tokens
+from outrider.protocol.verdicts import Verdict, pack_verdicts
+from outrider.protocol.wire import PROTOCOL_VERSION, pack_tokens
 from outrider.v1 import common_pb2, drafter_pb2, verifier_pb2
 from tests.fuzz import Fuzzer
 from tests.services.conftest import Pair
@@ -32,6 +33,8 @@ from tests.services.harness import (
     verifier_settings,
 )
 from tests.services.reference import greedy, prompts
+from verifier_service.draft_tree import SequenceExpansions
+from verifier_service.frames import read_expansions
 
 DECODE = "/outrider.v1.VerifierService/Decode"
 DRAFT = "/outrider.v1.DrafterService/Draft"
@@ -42,8 +45,11 @@ NUM_TOKENS = 24
 BYSTANDERS = prompts(4)[1:]
 VOCABULARY = 64
 
-UNKNOWN_SEQUENCE = drafter_pb2.NO_PROPOSAL_REASON_UNKNOWN_SEQUENCE
-BAD_MESSAGE = drafter_pb2.NO_PROPOSAL_REASON_BAD_MESSAGE
+UNKNOWN_SEQUENCE = drafter_pb2.REFUSAL_REASON_UNKNOWN_SEQUENCE
+BAD_MESSAGE = drafter_pb2.REFUSAL_REASON_BAD_MESSAGE
+
+# In turns: one answer for each verdict.
+LIMITS = DraftLimits(max_draft_tokens=4, max_candidates=64, takes_turns=True)
 
 Open = verifier_pb2.OpenDecoding
 Frame = verifier_pb2.DecodeRequest
@@ -164,7 +170,7 @@ def hello(**fields: Any) -> drafter_pb2.DraftRequest:
     """A verifier's first frame."""
     defaults = {"protocol_version": PROTOCOL_VERSION, "random_scheme": RANDOM_SCHEME, "vocabulary_size": VOCABULARY}
     return drafter_pb2.DraftRequest(
-        identity=common_pb2.ModelIdentity(**{**defaults, **fields}), limits=DraftLimits(4, 64).to_message()
+        identity=common_pb2.ModelIdentity(**{**defaults, **fields}), limits=LIMITS.to_message()
     )
 
 
@@ -200,11 +206,11 @@ async def test_noise_on_decode(running: Running) -> None:
 async def test_noise_on_draft(running: Running) -> None:
     """Catches frames that crash the drafter, end its engine's thread, leak blocks or disturb a verifier's stream."""
     fuzzer = Fuzzer(2)
-    verdict = drafter_pb2.Verdict(sequence_id=1, num_committed=5, token_ids=pack_tokens([7]))
+    verdicts = verdict(1, 5, [7])
     good = [
         hello(),
         drafter_pb2.DraftRequest(opens=[draft_opening(1), draft_opening(2)]),
-        drafter_pb2.DraftRequest(verdicts=[verdict], closes=[drafter_pb2.CloseSequence(sequence_id=2)]),
+        drafter_pb2.DraftRequest(verdicts=verdicts, closes=[drafter_pb2.CloseSequence(sequence_id=2)]),
     ]
     async with running.bystanders():
         for number in range(250):
@@ -286,75 +292,85 @@ async def test_wrong_order_and_alien_sequences_on_a_gateways_stream(running: Run
     client.send(Frame(closes=[own_id]))
 
 
+def verdict(sequence_id: int, num_committed: int, token_ids: Sequence[int]) -> drafter_pb2.Verdicts:
+    return pack_verdicts([Verdict(sequence_id, num_committed, token_ids)])
+
+
 # Of a sequence of four tokens that was just opened.
-BAD_VERDICTS: dict[str, dict[str, Any]] = {
-    "an epoch from the future": {"epoch": 9, "num_committed": 5, "token_ids": pack_tokens([1])},
-    "the last epoch of all": {"epoch": 2**32 - 1, "num_committed": 5, "token_ids": pack_tokens([1])},
-    "a gap": {"num_committed": 9, "token_ids": pack_tokens([1])},
-    "what is committed already": {"num_committed": 4, "token_ids": pack_tokens([1])},
-    "the last position of all": {"num_committed": 2**64 - 1, "token_ids": pack_tokens([1])},
-    "an unknown token": {"num_committed": 5, "token_ids": pack_tokens([VOCABULARY])},
-    "nothing": {"num_committed": 4, "token_ids": b""},
-    "half a token": {"num_committed": 5, "token_ids": b"123"},
+BAD_VERDICTS: dict[str, tuple[int, list[int]]] = {
+    "a gap": (9, [1]),
+    "what is committed already": (4, [1]),
+    "the last position of all": (2**64 - 1, [1]),
+    "an unknown token": (5, [VOCABULARY]),
+    "nothing": (4, []),
 }
 BAD_DRAFTS: dict[str, drafter_pb2.DraftRequest] = {
-    "a verdict before the opening": drafter_pb2.DraftRequest(
-        verdicts=[drafter_pb2.Verdict(sequence_id=7, num_committed=5, token_ids=pack_tokens([1]))]
-    ),
+    "a verdict before the opening": drafter_pb2.DraftRequest(verdicts=verdict(7, 5, [1])),
     "no prompt": drafter_pb2.DraftRequest(opens=[draft_opening(7, num_prompt_tokens=0)]),
     "more prompt than tokens": drafter_pb2.DraftRequest(opens=[draft_opening(7, num_prompt_tokens=2**32 - 1)]),
     "no draft tokens": drafter_pb2.DraftRequest(opens=[draft_opening(7, max_draft_tokens=0)]),
     "too many draft tokens": drafter_pb2.DraftRequest(opens=[draft_opening(7, max_draft_tokens=2**32 - 1)]),
     "an unknown token": drafter_pb2.DraftRequest(opens=[draft_opening(7, token_ids=pack_tokens([2**32 - 1]))]),
+    "no rule": drafter_pb2.DraftRequest(opens=[draft_opening(7, verification=0)]),
     "opened twice": drafter_pb2.DraftRequest(opens=[draft_opening(7), draft_opening(7)]),
     **{
-        f"opened, then {name}": drafter_pb2.DraftRequest(
-            opens=[draft_opening(7)], verdicts=[drafter_pb2.Verdict(sequence_id=7, **fields)]
-        )
+        f"opened, then {name}": drafter_pb2.DraftRequest(opens=[draft_opening(7)], verdicts=verdict(7, *fields))
         for name, fields in BAD_VERDICTS.items()
     },
 }
 
 
-async def test_wrong_order_and_epochs_from_the_future_on_a_verifiers_stream(running: Running) -> None:
+async def test_wrong_order_on_a_verifiers_stream(running: Running) -> None:
     """Catches a message for one sequence that ends the stream, or another sequence's drafts."""
     async with running.bystanders(), grpc.aio.insecure_channel(running.drafter, options=LOCAL) as channel:
         call: Any = channel.stream_stream(
             DRAFT, drafter_pb2.DraftRequest.SerializeToString, drafter_pb2.DraftResponse.FromString
         )(None)
         await call.write(hello())
-        assert not (await call.read()).proposals
+        assert not (await call.read()).expansions
 
         async def next_answer(sequence_id: int) -> Any:
-            """The next proposal or refusal for the sequence."""
+            """The next expansions or refusal for the sequence."""
             async with asyncio.timeout(10):
                 while True:
                     frame = await call.read()
-                    for answer in (*frame.no_proposals, *frame.proposals):
+                    for refusal in frame.refusals:
+                        if refusal.sequence_id == sequence_id:
+                            return refusal
+                    found = read_expansions(frame.expansions, VOCABULARY, LIMITS)
+                    for answer in found:
                         if answer.sequence_id == sequence_id:
                             return answer
 
         await call.write(drafter_pb2.DraftRequest(opens=[draft_opening(1)]))
         num_committed = 4
+        token = 1
         for name, frame in BAD_DRAFTS.items():
-            proposal = await next_answer(1)
-            assert isinstance(proposal, drafter_pb2.Proposal), name
-            assert proposal.position == num_committed, name
-            await call.write(frame)
-            answer = await next_answer(7)
-            if isinstance(answer, drafter_pb2.Proposal):
-                # The prompt was answered first.
-                answer = await next_answer(7)
-            assert isinstance(answer, drafter_pb2.NoProposal), name
-            assert answer.reason == (UNKNOWN_SEQUENCE if "before" in name else BAD_MESSAGE), name
+            num_committed += 1
             # Forgotten twice over, and never known.
             closes = [drafter_pb2.CloseSequence(sequence_id=one) for one in (7, 7, 2**64 - 1)]
-            # Another token than was proposed, so that new proposals are wanted.
-            token = (unpack_tokens(proposal.token_ids)[0] + 1) % VOCABULARY
-            num_committed += 1
-            verdict = drafter_pb2.Verdict(sequence_id=1, num_committed=num_committed, token_ids=pack_tokens([token]))
-            await call.write(drafter_pb2.DraftRequest(closes=closes, verdicts=[verdict]))
+            verdicts = verdict(1, num_committed, [token])
+            await call.write(drafter_pb2.DraftRequest(closes=closes, verdicts=verdicts))
+            drafts = await next_answer(1)
+            assert isinstance(drafts, SequenceExpansions), name
+            assert drafts.num_committed == num_committed, name
+            # Another token than was drafted next.
+            token = (drafts.rows.first_children[drafts.start] + 1) % VOCABULARY
+            await call.write(frame)
+            answer = await next_answer(7)
+            assert isinstance(answer, drafter_pb2.Refusal), name
+            assert answer.reason == (UNKNOWN_SEQUENCE if "before" in name else BAD_MESSAGE), name
         call.cancel()
+
+
+@pytest.mark.parametrize("num_bytes", [1, 3])
+async def test_verdicts_that_do_not_fit_end_a_verifiers_stream(running: Running, num_bytes: int) -> None:
+    """Catches tokens that are taken for another sequence's."""
+    async with running.bystanders():
+        bad = verdict(1, 5, [7])
+        bad.token_ids = bad.token_ids[num_bytes:]
+        frames = [hello(), drafter_pb2.DraftRequest(opens=[draft_opening(1)], verdicts=bad)]
+        assert await running.stream(DRAFT, [frame.SerializeToString() for frame in frames]) == "INVALID_ARGUMENT"
 
 
 async def test_drafters_that_are_no_addresses_or_too_many(running: Running) -> None:

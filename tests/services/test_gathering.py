@@ -51,7 +51,7 @@ def scheduler_over(*sequences: TargetSequence, split_from: int) -> tuple[Schedul
 
 
 def verified(scheduler: Scheduler) -> set[TargetSequence]:
-    """Whose proposals the next step would verify."""
+    """Whose drafts the next step would verify."""
     return {part.sequence for part in scheduler.schedule()[0] if part.num_drafts}
 
 
@@ -66,7 +66,7 @@ def test_few_sequences_of_a_drafter_are_verified_together(monkeypatch: pytest.Mo
     assert gathered.time_left() == pytest.approx(gathering.MAX_PATIENCE_SECONDS)
     propose(missing, [3])
     assert verified(scheduler) == {ready, elsewhere, missing}
-    # In flight: its next proposal is worth waiting for as well.
+    # In flight: its next drafts are worth waiting for as well.
     missing.num_in_flight = 1
     assert verified(scheduler) == {elsewhere}
     clock.now += gathering.MAX_PATIENCE_SECONDS + 0.001
@@ -153,7 +153,7 @@ def test_a_half_does_not_wait_for_the_larger_one(monkeypatch: pytest.MonkeyPatch
     assert verified(scheduler) == set(sequences) - first
 
 
-def test_what_needs_no_proposal_comes_along_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_needs_no_draft_comes_along_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches steps of their own for last tokens: each takes about as long as a step over all the others."""
     clock = Clock(monkeypatch)
     # With room for one more token, the target's own.

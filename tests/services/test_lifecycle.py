@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import grpc
@@ -14,9 +14,8 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 import drafter_service.__main__
 import verifier_service.__main__
-from drafter_service.drafter import Draft, NoDraft
+from drafter_service.drafter import Drafts
 from drafter_service.ngram_drafter import NgramDrafter
-from drafter_service.sequence import DraftSequence
 from outrider.v1 import drafter_pb2, drafter_pb2_grpc, verifier_pb2
 from tests.services.conftest import Pair
 from tests.services.harness import (
@@ -90,9 +89,9 @@ class SlowToLoad(NgramDrafter):
     def load(self) -> None:
         self.may_load.wait(20)
 
-    def draft(self, wanting: Sequence[DraftSequence]) -> Sequence[Draft | NoDraft]:
+    def draft(self) -> Drafts:
         assert self.may_load.is_set()
-        return super().draft(wanting)
+        return super().draft()
 
 
 async def test_not_serving_until_the_model_is_loaded() -> None:

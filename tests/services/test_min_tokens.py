@@ -82,7 +82,9 @@ async def test_greedy_goes_on_to_the_minimum(pair: Pair, kind: str) -> None:
         assert result.token_ids == wanted[: end + 1]
         assert result.finish == "STOP_TOKEN"
         if kind == "exact":
-            assert result.num_accepted == result.num_drafted > 0
+            # Of the last step's drafts some may stand behind the end.
+            assert result.num_accepted > 0
+            assert common_pb2.TOKEN_ORIGIN_RECOVERED not in result.origins
         if kind == "free":
             assert common_pb2.TOKEN_ORIGIN_RECOVERED in result.origins
         # What another verifier has committed counts.

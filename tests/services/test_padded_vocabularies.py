@@ -69,7 +69,7 @@ def test_what_fits(target: common_pb2.ModelIdentity, drafter: common_pb2.ModelId
 
 @pytest.mark.parametrize(("target_rows", "draft_rows"), [(64, 80), (80, 64)])
 async def test_padding_is_never_proposed(pair: Pair, tmp_path: Path, target_rows: int, draft_rows: int) -> None:
-    """Catches a proposal of what is no token, which the target would have to reject, or does not even have."""
+    """Catches a draft of what is no token, which the target would have to reject, or does not even have."""
     target = save_padded(pair[0], tmp_path / "target", num_rows=target_rows, num_token_ids=NUM_TOKEN_IDS)
     draft = save_padded(pair[1], tmp_path / "draft", num_rows=draft_rows, num_token_ids=NUM_TOKEN_IDS, is_loud=True)
     prompt = prompts(3, vocab_size=NUM_TOKEN_IDS)[2]

@@ -46,7 +46,7 @@ def test_how_long_a_sequence_waits(step: float | None, round_trips: list[float],
 
 
 def test_one_stall_is_forgotten() -> None:
-    """Catches a single bad moment of the machine after which every lost proposal costs seconds."""
+    """Catches a single bad moment of the machine after which every lost answer costs seconds."""
     assert patience([0.2] * 20 + [5.0], step=1.0).seconds > 3.0
     assert patience([0.2] * 20 + [5.0] + [0.2] * 40, step=1.0).seconds < 2 * LEAST_SECONDS
 

@@ -41,7 +41,7 @@ def run(scheduler: Scheduler, blocks: BlockManager) -> list[Scheduled]:
         assert len(sequence.block_ids) >= blocks.blocks_for(end), "a part without blocks for its tokens"
         assert part.num_drafts == 0 or part.is_sampled
         assert part.is_sampled == (sequence.num_computed + part.num_new == sequence.length)
-        assert not (part.is_sampled and sequence.speculation.state is WAITING), "sampled ahead of its proposal"
+        assert not (part.is_sampled and sequence.speculation.state is WAITING), "sampled ahead of its drafts"
         sequence.num_computed += part.num_new
     return parts
 
@@ -99,12 +99,12 @@ def test_a_budget_too_small_for_all_starves_nobody() -> None:
     turns: Counter[TargetSequence] = Counter()
     for _ in range(60):
         for sequence in sequences:
-            if not len(sequence.speculation.drafts):
+            if not sequence.speculation.num_drafts:
                 propose(sequence, [1, 2, 3, 4])
         parts = run(scheduler, blocks)
         assert sum(part.num_tokens for part in parts) <= 33
         for part in parts:
-            # A proposal is verified whole: what a seed gives must not depend on who else is there.
+            # A chain is verified whole: what a seed gives must not depend on who else is there.
             assert part.num_drafts == 4
             turns[part.sequence] += 1
             commit(part.sequence, [9], 0)
@@ -120,7 +120,7 @@ def test_prompts_get_their_turn_although_decoding_takes_the_whole_budget() -> No
     assert prompt.num_computed == 35
     for _ in range(6):
         for sequence in sequences:
-            if not len(sequence.speculation.drafts):
+            if not sequence.speculation.num_drafts:
                 propose(sequence, [1, 2, 3, 4])
         for part in run(scheduler, blocks):
             if part.sequence is not prompt:
@@ -128,8 +128,8 @@ def test_prompts_get_their_turn_although_decoding_takes_the_whole_budget() -> No
     assert prompt.num_computed == 70
 
 
-def test_a_last_chunk_leaves_the_proposal_to_a_step_that_has_room() -> None:
-    """Catches a preempted sequence that verifies a part of its proposal only, and one that never gets to it."""
+def test_a_last_chunk_leaves_the_chain_to_a_step_that_has_room() -> None:
+    """Catches a preempted sequence that verifies a part of its drafts only, and one that never gets to it."""
     scheduler, blocks = make_scheduler(budget=40)
     sequence = decoding(scheduler, blocks, length=38, length_limit=100)
     propose(sequence, [1, 2, 3, 4])
@@ -140,7 +140,7 @@ def test_a_last_chunk_leaves_the_proposal_to_a_step_that_has_room() -> None:
     assert (second.num_new, second.num_drafts, second.is_sampled) == (1, 4, True)
 
 
-def test_a_readmitted_sequence_has_blocks_for_its_proposal() -> None:
+def test_a_readmitted_sequence_has_blocks_for_its_drafts() -> None:
     """Catches a step that fails for everybody, because one sequence's draft tokens had no block to go to."""
     scheduler, blocks = make_scheduler(num_blocks=16, budget=40)
     sequence = decoding(scheduler, blocks, length=BLOCK * 2 - 1)
@@ -151,7 +151,7 @@ def test_a_readmitted_sequence_has_blocks_for_its_proposal() -> None:
     assert (part.num_new, part.num_drafts) == (2 * BLOCK, 4)
 
 
-def test_a_sequence_waits_for_its_proposal_but_not_for_its_first_token() -> None:
+def test_a_sequence_waits_for_its_drafts_but_not_for_its_first_token() -> None:
     scheduler, blocks = make_scheduler()
     sequence = decoding(scheduler, blocks)
     assert run(scheduler, blocks) == []
@@ -230,7 +230,7 @@ def test_of_many_speculating_sequences_a_step_verifies_half() -> None:
     served: Counter[TargetSequence] = Counter()
     for _ in range(14):
         for sequence in sequences:
-            if not len(sequence.speculation.drafts):
+            if not sequence.speculation.num_drafts:
                 propose(sequence, [1, 2, 3, 4])
         parts = run(scheduler, blocks)
         assert len(parts) == 5
@@ -242,12 +242,12 @@ def test_of_many_speculating_sequences_a_step_verifies_half() -> None:
     for sequence in sequences[:2]:
         scheduler.remove(sequence)
     for sequence in sequences[2:]:
-        if not len(sequence.speculation.drafts):
+        if not sequence.speculation.num_drafts:
             propose(sequence, [1, 2, 3, 4])
     assert len(run(scheduler, blocks)) == 6
 
 
-def test_a_budget_that_no_proposal_fits_is_refused() -> None:
+def test_a_budget_that_no_chain_fits_is_refused() -> None:
     with pytest.raises(ValueError, match="max_num_batched_tokens"):
         make_scheduler(budget=32)
 
@@ -279,7 +279,7 @@ def simulate(seed: int) -> Counter[str]:
             if not part.is_sampled:
                 continue
             sequence = part.sequence
-            drafts = sequence.speculation.peek(part.num_drafts).token_ids
+            drafts = sequence.speculation.chain(part.num_drafts).token_ids
             num_accepted = chance.randint(0, len(drafts))
             new = [*drafts[:num_accepted], chance.randrange(64)]
             commit(sequence, new, num_accepted)

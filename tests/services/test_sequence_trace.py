@@ -52,7 +52,7 @@ def verified(
         position=position,
         num_accepted=accepted,
         draft_wait_seconds=wait,
-        proposal_bytes=7 * mine.num_drafts,
+        draft_bytes=7 * mine.num_drafts,
     )
     span = trace.drain()[-1]
     assert isinstance(span, SpanRecord)
@@ -76,7 +76,7 @@ def test_a_step_without_a_draft_waits_for_its_turn_from_the_end_of_the_last_one(
     assert verified(trace, step(155, 160, part()), part())["turn_wait_seconds"] == pytest.approx(0.005)
 
 
-def test_a_step_with_a_draft_waits_for_its_turn_from_the_proposal_on(clock: Clock) -> None:
+def test_a_step_with_a_draft_waits_for_its_turn_from_the_drafts_on(clock: Clock) -> None:
     trace = SequenceTrace(8)
     prefilled(trace, 100)
     clock.now = 140
@@ -84,7 +84,7 @@ def test_a_step_with_a_draft_waits_for_its_turn_from_the_proposal_on(clock: Cloc
     numbers = verified(trace, step(145, 150, part(1, 4)), part(1, 4), accepted=2, wait=0.04)
     expected = {"draft_wait_seconds": 0.04, "draft_seconds": 0.025, "wire_seconds": 0.015, "turn_wait_seconds": 0.005}
     assert {key: numbers[key] for key in expected} == pytest.approx(expected)
-    assert (numbers["rejected_position"], numbers["proposal_bytes"]) == (11, 28)
+    assert (numbers["rejected_position"], numbers["draft_bytes"]) == (11, 28)
     # What the drafter did for this step says nothing about the next.
     clock.now = 170
     trace.drafted(0.001)
@@ -105,7 +105,7 @@ def test_a_wait_that_was_given_up_is_an_event_and_no_turn(clock: Clock) -> None:
     prefilled(trace, 100)
     clock.now = 600
     trace.draft_is_late(0.5, 9)
-    trace.verified(step(603, 610, part()), part(), position=9, num_accepted=0, draft_wait_seconds=0.5, proposal_bytes=0)
+    trace.verified(step(603, 610, part()), part(), position=9, num_accepted=0, draft_wait_seconds=0.5, draft_bytes=0)
     late, span = trace.drain()
     assert isinstance(late, EventRecord)
     assert (late.name, late.time_ns) == ("outrider.draft_late", 600 * MS)
@@ -138,7 +138,7 @@ def test_a_preempted_sequence(clock: Clock) -> None:
     trace.resumed()
     mine = part(6)
     trace.computed_chunk(step(151, 160, mine), mine)
-    trace.verified(step(170, 180, mine), mine, position=13, num_accepted=0, draft_wait_seconds=0.0, proposal_bytes=0)
+    trace.verified(step(170, 180, mine), mine, position=13, num_accepted=0, draft_wait_seconds=0.0, draft_bytes=0)
     event, away, again, span = trace.drain()
     assert (event.name, event.attributes["outrider.num_lost_tokens"]) == ("outrider.preempted", 12)
     assert isinstance(away, SpanRecord)

@@ -17,18 +17,18 @@ PROMPT = prompts(3)[2]
 
 
 class Stalling:
-    """Sends proposal number `at` so many seconds late; counts what it sends."""
+    """Sends answer number `at` so many seconds late; counts what it sends."""
 
     def __init__(self, seconds: float, *, at: int) -> None:
         self._seconds = seconds
         self._at = at
         self.num_sent = 0
 
-    async def __call__(self, proposal: drafter_pb2.Proposal, sequence: DraftSequence) -> Sequence[Wire]:
+    async def __call__(self, expansions: drafter_pb2.Expansions, sequence: DraftSequence) -> Sequence[Wire]:
         self.num_sent += 1
         if self.num_sent == self._at:
             await asyncio.sleep(self._seconds)
-        return [frame(proposal)]
+        return [frame(expansions)]
 
 
 async def decode(pair: Pair, hook: Hook, *, idle_seconds: float = 0.0) -> None:
@@ -51,12 +51,12 @@ async def test_one_stall_does_not_end_speculation(pair: Pair) -> None:
     """Catches an answer that does without its drafter to its end because of one bad moment of the machine."""
     stalling = Stalling(LEAST_SECONDS + 0.2, at=5)
     await decode(pair, stalling)
-    # The stall's own proposal is followed by more.
+    # The stall's own answer is followed by more.
     assert stalling.num_sent > 10
 
 
 async def test_time_without_sequences_is_no_silence(pair: Pair) -> None:
-    """Catches a drafter that is taken for lost at its first late proposal, for what it did not say while idle."""
+    """Catches a drafter that is taken for lost at its first late answer, for what it did not say while idle."""
     stalling = Stalling(LEAST_SECONDS + 0.2, at=1)
     await decode(pair, stalling, idle_seconds=11 * LEAST_SECONDS)
     assert stalling.num_sent > 10

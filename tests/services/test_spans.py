@@ -110,7 +110,7 @@ async def test_one_trace_over_both_services(pair: Pair) -> None:
         if accepted < drafted:
             assert step["outrider.rejected_position"] == position + accepted
         if drafted == 4:
-            assert int(step["outrider.proposal_bytes"]) >= 4 * drafted
+            assert int(step["outrider.draft_bytes"]) >= 4 * drafted
             assert 0 <= float(step["outrider.draft_wait_seconds"]) < 10
         position += accepted + 1
     drafts = drafter_spans.named("draft draft")
@@ -118,14 +118,14 @@ async def test_one_trace_over_both_services(pair: Pair) -> None:
     for span in drafts:
         assert span.attributes is not None
         assert span.attributes["outrider.drafter.kind"] == "model"
-        assert 1 <= int(span.attributes["outrider.num_draft_tokens"]) <= 4  # type: ignore[arg-type]
+        assert 1 <= int(span.attributes["outrider.num_expansions"]) <= 5  # type: ignore[arg-type]
 
 
 async def test_a_fallback_is_an_event_and_an_error_a_status(pair: Pair) -> None:
     target, _ = pair
     recorder = Recorder()
     async with (
-        fake_drafter(lambda tokens, count: [1], lambda proposal, sequence: [b"\xff"]) as drafter,
+        fake_drafter(lambda tokens, count: [1], lambda expansions, sequence: [b"\xff"]) as drafter,
         running_verifier(verifier_settings(target), recorder.telemetry) as (verifier, _),
         decode_client(verifier.address) as client,
     ):

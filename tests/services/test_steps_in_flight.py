@@ -115,7 +115,7 @@ async def test_a_sequence_closed_in_flight_ends_there(pair: Pair, flights: Fligh
         decode_client(verifier.address) as client,
     ):
         await client.use_drafters(drafter.address)
-        # Its wait for a proposal keeps the engine looking for news while the other one's step is in flight.
+        # Its wait for drafts keeps the engine looking for news while the other one's step is in flight.
         _, waiting = client.open([1, 2, 3], drafter=drafter.address, max_tokens=6)
         await eventually(lambda: len(waiting.token_ids) == 1)
         closed_id, closed = client.open([4, 5, 6], max_tokens=50)

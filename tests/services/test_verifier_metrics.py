@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from outrider.v1 import drafter_pb2, verifier_pb2
+from outrider.v1 import verifier_pb2
 from tests.scrape import Scrape
 from tests.services.conftest import Pair
-from tests.services.fake_drafter import fake_drafter, frame, late
+from tests.services.fake_drafter import fake_drafter, late
 from tests.services.harness import (
     DecodeClient,
     decode_client,
@@ -46,7 +46,7 @@ async def look(metrics: VerifierMetrics, client: DecodeClient) -> Scrape:
     return found
 
 
-async def test_proposals_that_are_all_wrong(pair: Pair, metrics: VerifierMetrics) -> None:
+async def test_drafts_that_are_all_wrong(pair: Pair, metrics: VerifierMetrics) -> None:
     target, _ = pair
     expected = greedy(target, PROMPT, NUM_TOKENS)
     async with (
@@ -74,7 +74,7 @@ async def test_a_sequence_that_ends_among_its_draft_tokens(pair: Pair, metrics: 
     """Catches tokens behind the end that are counted although nobody gets them."""
     target, _ = pair
     expected = greedy(target, PROMPT, NUM_TOKENS)
-    # The first token comes without a draft; of the four that the first proposal has, the second ends the sequence.
+    # The first token comes without a draft; of the four that the first chain has, the second ends the sequence.
     stop = expected[2]
     assert stop not in expected[:2]
     async with (
@@ -96,7 +96,7 @@ async def test_a_sequence_that_ends_among_its_draft_tokens(pair: Pair, metrics: 
     assert found.by("outrider_verifier_sequences_ended_total", "reason") == {"stop_token": 1}
 
 
-async def test_proposals_that_come_too_late_and_twice(pair: Pair, metrics: VerifierMetrics) -> None:
+async def test_drafts_that_come_too_late(pair: Pair, metrics: VerifierMetrics) -> None:
     """Catches time and tokens that are lost to the drafter, and that nobody can see."""
     target, _ = pair
     expected = greedy(target, PROMPT, 80)
@@ -116,29 +116,38 @@ async def test_proposals_that_come_too_late_and_twice(pair: Pair, metrics: Verif
     assert found.total("outrider_verifier_tokens_total") == 60
 
 
-async def test_proposals_of_an_epoch_that_is_over_are_stale(pair: Pair, metrics: VerifierMetrics) -> None:
+@pytest.mark.parametrize("drafting", ["turns", "ahead"])
+async def test_what_became_of_the_drafters_work(pair: Pair, metrics: VerifierMetrics, drafting: str) -> None:
+    """Catches expansions and outcomes that are counted twice, or not at all."""
     target, _ = pair
     expected = greedy(target, PROMPT, NUM_TOKENS + 8)
-    sent: list[drafter_pb2.Proposal] = []
-
-    def again(proposal: drafter_pb2.Proposal, _: object) -> list[drafter_pb2.DraftResponse]:
-        old = [sent[-1]] if sent and sent[-1].epoch < proposal.epoch else []
-        sent.append(proposal)
-        return [frame(*old, proposal)]
-
     async with (
-        fake_drafter(replay([*PROMPT, *expected], offset=1), again) as drafter,
-        running_verifier(verifier_settings(target), metrics=metrics) as (verifier, _),
+        fake_drafter(replay([*PROMPT, *expected], offset=1)) as wrong,
+        fake_drafter(replay([*PROMPT, *expected])) as right,
+        running_verifier(verifier_settings(target, drafting=drafting), metrics=metrics) as (verifier, _),
         decode_client(verifier.address) as client,
     ):
-        await client.use_drafters(drafter.address)
-        result = await client.decode(PROMPT, drafter=drafter.address, max_tokens=NUM_TOKENS)
+        await client.use_drafters(wrong.address, right.address)
+        result = await client.decode(PROMPT, drafter=wrong.address, max_tokens=NUM_TOKENS)
         found = await look(metrics, client)
-    assert result.reasons == []
-    assert result.token_ids == expected[:NUM_TOKENS]
-    # Four tokens each, and nearly each step ends an epoch.
-    assert found.total("outrider_verifier_draft_stale_total") > NUM_TOKENS
-    assert found.total("outrider_verifier_draft_tokens_total") == result.num_drafted
+        assert result.token_ids == expected[:NUM_TOKENS]
+        expansions = found.by("outrider_verifier_tree_expansions_total", "state")
+        assert expansions["received"] >= 4 * (result.num_steps - 5 if drafting == "turns" else 3)
+        assert expansions.get("walked", 0) == 0
+        outcomes = found.by("outrider_verifier_tree_outcomes_total", "outcome")
+        # The first token meets no draft, and behind the last one comes nothing.
+        assert sum(outcomes.values()) == result.num_steps - 2
+        assert outcomes["miss"] >= (result.num_steps - 2 if drafting == "turns" else 1)
+        assert not outcomes.get("other_child")
+        assert found.total("outrider_verifier_draft_tokens_total") == result.num_drafted > 0
+        result = await client.decode(PROMPT, drafter=right.address, max_tokens=NUM_TOKENS)
+        found = await look(metrics, client)
+        assert result.token_ids == expected[:NUM_TOKENS]
+        walked = found.by("outrider_verifier_tree_expansions_total", "state")["walked"]
+        assert walked > 0
+        assert walked == pytest.approx(result.num_accepted, abs=result.num_steps)
+        lengths = found.total("outrider_verifier_tree_chain_length_count")
+        assert lengths > result.num_steps
 
 
 async def test_series_of_a_drafter_go_with_it(pair: Pair, metrics: VerifierMetrics) -> None:
