@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -21,11 +22,17 @@ from engine.model_runner import ModelRunner
 from engine.slots import DeviceSlots
 from engine.static_tensors import StaticTensors, TensorSpec
 from engine.step import TOKENS, Row
+from engine.step_costs import StepCosts
 from kernels.rejection_sample import rejection_sample
 from kernels.step_rows import LaidOutRows, advance_slots, keep_rows, lay_out_rows
 
 # Steps that may be launched and not yet collected: one that the device works on, and one that it finds when it is done.
 MAX_STEPS_IN_FLIGHT = 2
+
+# From so many rows on, a token more of each row costs so much that graphs are made for numbers of tokens in between.
+_MANY_ROWS = 12
+_QUERY_LENS_OF_MANY = (2, 3, 4, 5, 6)
+_NUM_TIMED_REPLAYS = 3
 
 
 @dataclass(frozen=True)
@@ -33,12 +40,13 @@ class GraphShape:
     """What a graph was captured for: at most so many rows, of at most so many tokens each."""
 
     num_rows: int
-    query_len: int  # 1, or draft tokens + 1
+    query_len: int  # draft tokens + 1
     is_filtered: bool  # whether top-k, top-p and min-p are looked at
 
 
 class DecodeGraphs:
-    """The graphs of all shapes of decoding: each bucket of the batch size, with and without drafts and filters."""
+    """The graphs of all shapes of decoding: each bucket of the batch size, some numbers of drafts, with and without
+    filters."""
 
     def __init__(
         self,
@@ -62,7 +70,7 @@ class DecodeGraphs:
                 runner, slots, shape, num_candidates=num_candidates, laid_out=laid_out, kept_logits=self.kept_logits
             )
             for num_rows in reversed(self._buckets)
-            for query_len in (max_draft_tokens + 1, 1)
+            for query_len in reversed(_query_lens(num_rows, max_draft_tokens))
             for is_filtered in (False, True)
             for shape in (GraphShape(num_rows, query_len, is_filtered),)
         }
@@ -71,6 +79,16 @@ class DecodeGraphs:
         """Record all graphs, the largest first, so that the others find its memory."""
         for graph in self._graphs.values():
             graph.capture(pool)
+
+    def costs(self) -> StepCosts:
+        """How long each shape's graph takes, measured. The steps run on padding, which leaves the cache alone."""
+        return StepCosts(
+            {
+                (shape.num_rows, shape.query_len): graph.seconds()
+                for shape, graph in self._graphs.items()
+                if not shape.is_filtered
+            }
+        )
 
     def fits(self, row: Row) -> bool:
         """Whether a graph can decode the row."""
@@ -87,9 +105,12 @@ class DecodeGraphs:
 
         The step before the last one must have been collected: its mirrors are used again.
         """
-        query_len = self.max_draft_tokens + 1 if any(row.drafts.token_ids for row in rows) else 1
+        longest = 1 + max(len(row.drafts.token_ids) for row in rows)
         is_filtered = any(row.sampling.has_filters for row in rows)
         num_rows = next(bucket for bucket in self._buckets if bucket >= len(rows))
+        query_len = next(
+            query_len for query_len in _query_lens(num_rows, self.max_draft_tokens) if query_len >= longest
+        )
         graph = self._graphs[GraphShape(num_rows, query_len, is_filtered)]
         self._slots.bring_up_to_date(rows)
         graph.fill(rows)
@@ -146,6 +167,17 @@ class DecodeGraph:
         self.fill([])
         self._inputs.upload()
         self._graph = pool.capture(self._compute)
+
+    def seconds(self) -> float:
+        """How long the device takes for the step that the inputs hold; waits for it."""
+        device = self._runner.device
+        events = [torch.cuda.Event(enable_timing=True) for _ in range(_NUM_TIMED_REPLAYS + 1)]  # type: ignore[no-untyped-call]
+        self.fill([])
+        for event in events:
+            self.launch()
+            event.record(torch.cuda.current_stream(device))
+        torch.cuda.synchronize(device)
+        return min(first.elapsed_time(then) for first, then in pairwise(events)) * 1e-3  # type: ignore[no-untyped-call]
 
     def launch(self) -> None:
         """Begin the step that the inputs were filled for, behind what the device does already."""
@@ -219,6 +251,12 @@ class DecodeGraph:
         if self.shape.query_len > 1:
             drafts = DraftRows(host["draft_token_ids"], host["candidate_ids"], host["candidate_weights"])
             copy_rows([row.drafts for row in rows], drafts)
+
+
+def _query_lens(num_rows: int, max_draft_tokens: int) -> list[int]:
+    """The numbers of tokens a row that there are graphs for, ascending."""
+    between = _QUERY_LENS_OF_MANY if num_rows >= _MANY_ROWS else ()
+    return [1, *(query_len for query_len in between if query_len <= max_draft_tokens), max_draft_tokens + 1]
 
 
 def _part(laid_out: LaidOutRows, batch: int, num_tokens: int) -> LaidOutRows:

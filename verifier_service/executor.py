@@ -20,6 +20,7 @@ from engine.model_runner import ModelRunner
 from engine.sampling_tensors import SamplingTensors, penalized
 from engine.slots import DeviceSlots, SlotPool
 from engine.step import FailedPass, Pass, PassKind, Row, Sampled, Wanted
+from engine.step_costs import StepCosts
 from kernels.logprobs import token_logprobs
 from kernels.penalties import Penalties, TokenHistory
 from kernels.rejection_sample import RejectionSample, rejection_sample
@@ -56,6 +57,8 @@ class TargetExecutor:
         self._graphs: DecodeGraphs | None = None
         self._next_warning = 0.0
         self.max_in_flight = 1
+        # What steps cost by their rows; None where nobody has measured it.
+        self.costs: StepCosts | None = None
 
     def use_graphs(self, pool: GraphPool | None) -> None:
         """From now on, what decodes runs in graphs; without a pool they are not recorded, and run as they are."""
@@ -69,6 +72,7 @@ class TargetExecutor:
         self.max_in_flight = MAX_STEPS_IN_FLIGHT
         if pool is not None:
             self._graphs.capture(pool)
+            self.costs = self._graphs.costs()
 
     @property
     def has_graphs(self) -> bool:
