@@ -1,8 +1,9 @@
 """Which kernels drafter and verifier need that warming up has not compiled, without a GPU and without compiling any.
 
-Prints as JSON, by service, the kernels that were asked for late. Triton is told of a GPU and kept from compiling; what
-it would launch is noted and left out, so that every kernel's result is zeros. `--cold` leaves parts of the warm-up out,
-to see that they are missed. A program of its own, because Triton either interprets or compiles in one process.
+Prints as JSON, by service, the kernels that were asked for late: of services that warm up, and of others that leave
+parts of it out, to see that they are missed. Triton is told of a GPU and kept from compiling; what it would launch is
+noted and left out, so that every kernel's result is zeros. A program of its own, because Triton either interprets or
+compiles in one process.
 """
 
 from __future__ import annotations
