@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Generator
 from typing import TYPE_CHECKING
 
 import pytest
@@ -13,6 +15,9 @@ if TYPE_CHECKING:
 
     from tests.scheduling import Scheduling
 
+# What is imported until the tests are found stays, and looking for garbage in it would take a tenth of that time.
+gc.disable()
+
 # Everything under test is on this machine; a proxy that the environment names for the world outside cannot reach it.
 os.environ["no_proxy"] = os.environ["NO_PROXY"] = "127.0.0.1,localhost,::1"
 
@@ -20,6 +25,15 @@ os.environ["no_proxy"] = os.environ["NO_PROXY"] = "127.0.0.1,localhost,::1"
 # this only then.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Behind it there is garbage, among what tests make."""
+    result = yield
+    gc.freeze()
+    gc.enable()
+    return result
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -21,9 +21,10 @@ _MODES = [None, 4]
 def test_tiny_run(pair: PairDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "arrivals.jsonl"
     flags = ["--tiny", "--device", "cpu", "--pair", str(pair.path), "--out", str(out)]
+    lengths = ["--seconds", "2.5", "--closed-seconds", "2", "--skip-seconds", "0"]
     # Time enough for a machine that has other work as well, and no judgement of its speed.
-    patience = ["--closed-seconds", "4", "--skip-seconds", "0", "--drain-seconds", "60", "--max-lag-ms", "5000"]
-    status = arrivals.main([*flags, *patience, "--rates", "3", "--uniform", "--special-share", "0.5"])
+    patience = ["--drain-seconds", "60", "--max-lag-ms", "5000"]
+    status = arrivals.main([*flags, *lengths, *patience, "--rates", "3", "--uniform", "--special-share", "0.5"])
     printed = capsys.readouterr().out
     assert status == 0, printed
     records = read_records(out)
@@ -33,7 +34,8 @@ def test_tiny_run(pair: PairDirectory, tmp_path: Path, capsys: pytest.CaptureFix
     assert [(run["num_draft_tokens"], run["traffic"]) for run in opened] == loads
     assert all(run["concurrency"] == 2 and run["tokens_per_second"] > 0 for run in closed)
     # All get the same requests at the same moments, and all of these are answered.
-    num_arrivals = len(Traffic().arrival_times(3.0, 5.0))
+    num_arrivals = len(Traffic().arrival_times(3.0, 2.5))
+    assert num_arrivals > 3
     assert [run["num_finished"] for run in opened] == [num_arrivals] * 4
     assert [bool(run["num_special"]) for run in opened] == [True, False] * 2
     for run in opened:

@@ -56,18 +56,21 @@ def load_model(path: Path) -> PreTrainedModel:
     return model
 
 
+def assert_greedy(path: Path, prompt: Sequence[int], token_ids: Sequence[int], num_tokens: int) -> None:
+    """So many tokens, each the one that the model finds most likely behind the prompt and the tokens before it.
+
+    That is what `generate(do_sample=False)` continues the prompt with, end of sequence ignored, said of a continuation
+    that is there: one forward pass in place of one a token.
+    """
+    assert len(token_ids) == num_tokens
+    assert list(token_ids) == most_likely(path, tuple(prompt), tuple(token_ids))
+
+
+@cache
 @torch.inference_mode()
-def greedy_tokens(path: Path, prompt: Sequence[int], num_tokens: int) -> list[int]:
-    """What `generate(do_sample=False)` continues the prompt with, end of sequence ignored."""
-    model = load_model(path)
-    inputs = torch.tensor([list(prompt)])
-    output = model.generate(  # type: ignore[operator]  # every causal language model has it
-        inputs,
-        attention_mask=torch.ones_like(inputs),
-        max_new_tokens=num_tokens,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    continuation: list[int] = output[0, len(prompt) :].tolist()
-    return continuation
+def most_likely(path: Path, prompt: tuple[int, ...], token_ids: tuple[int, ...]) -> list[int]:
+    """At each place of the continuation."""
+    tokens = torch.tensor([[*prompt, *token_ids[:-1]]])
+    logits = load_model(path)(tokens, logits_to_keep=len(token_ids)).logits[0]
+    choices: list[int] = logits.argmax(dim=-1).tolist()
+    return choices

@@ -10,7 +10,7 @@ from outrider.bundled import bundled_model
 from outrider.client import AsyncClient
 from outrider.completion import Chunk, CompletionBuilder, FallbackReason, TokenOrigin
 from outrider.local import LocalCluster
-from tests.end_to_end.conftest import greedy_tokens
+from tests.end_to_end.conftest import assert_greedy
 from tests.end_to_end.test_greedy import DRAFT_TOKENS, DRAFTER_LENGTH, heldout_prompts
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
@@ -23,7 +23,7 @@ async def test_a_sequence_goes_on_past_the_drafters_context(cluster: LocalCluste
     num_tokens = DRAFTER_LENGTH - len(prompt) + 60
     async with AsyncClient(cluster.address) as client:
         completion = await client.generate(token_ids=prompt, max_tokens=num_tokens, temperature=0.0, ignore_eos=True)
-    assert list(completion.token_ids) == greedy_tokens(bundled_model("target"), prompt, num_tokens)
+    assert_greedy(bundled_model("target"), prompt, completion.token_ids, num_tokens)
     [fallback] = completion.speculation.fallbacks
     assert fallback.reason is FallbackReason.DRAFTER_MAX_LENGTH
     assert DRAFTER_LENGTH - DRAFT_TOKENS < fallback.position <= DRAFTER_LENGTH
@@ -49,7 +49,7 @@ async def test_a_drafter_killed_in_mid_stream_costs_nothing_but_speed(cluster: L
                 cluster.drafter.kill()
                 await cluster.drafter.wait()
         completion = builder.build()
-        assert list(completion.token_ids) == greedy_tokens(bundled_model("target"), prompt, num_tokens)
+        assert_greedy(bundled_model("target"), prompt, completion.token_ids, num_tokens)
         assert [fallback.reason for fallback in completion.speculation.fallbacks] == [FallbackReason.DRAFTER_LOST]
         assert completion.speculation.num_accepted_tokens > 0
 

@@ -22,8 +22,8 @@ from tests.service_device import DRAFTER_FLAGS, SERVICE_DEVICE, VERIFIER_FLAGS
 VOCABULARY = 16
 PROMPT = [3, 1, 4, 1, 5]
 NUM_TOKENS = 16
-# 4,000 tokens a case: each mistake that is planted below has a p-value under 1e-10.
-NUM_REQUESTS = 250
+# 3,200 tokens a case: each mistake that is planted below has a p-value under 1e-7.
+NUM_REQUESTS = 200
 # With two dozen statistics a run, one false alarm in tens of thousands of runs.
 SIGNIFICANCE = 1e-6
 

@@ -1,16 +1,16 @@
 """Which kernels drafter and verifier need that warming up has not compiled, without a GPU and without compiling any.
 
-Prints as JSON, by service, the kernels that were asked for late. Triton is told of a GPU and kept from compiling; what
-it would launch is noted and left out, so that every kernel's result is zeros. `--cold` leaves parts of the warm-up out,
-to see that they are missed. A program of its own, because Triton either interprets or compiles in one process.
+Prints as JSON, by service, the kernels that were asked for late: of services that warm up, and of others that leave
+parts of it out, to see that they are missed. Triton is told of a GPU and kept from compiling; what it would launch is
+noted and left out, so that every kernel's result is zeros. A program of its own, because Triton either interprets or
+compiles in one process.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -237,21 +237,8 @@ def random_row(rng: np.random.Generator, length: int, sampling: SamplingParamete
     return row
 
 
-def main(arguments: Sequence[str]) -> None:
-    is_cold = "--cold" in arguments
-    driver.set_active(Gpu())
-    for module in (
-        kernels.paged_attention_split_triton,
-        kernels.paged_attention_triton,
-        kernels.rms_norm_triton,
-        kernels.rotary_triton,
-        kernels.silu_mul_triton,
-    ):
-        if hasattr(module, "has_dependent_launch"):
-            module.has_dependent_launch = lambda device: True  # type: ignore[attr-defined]
-    if is_cold:
-        ModelRunner._attention_batches = lambda self, query_len: set()  # type: ignore[method-assign]
-        DraftExecutor.warm_up = lambda self: None  # type: ignore[method-assign]
+def late_kernels(*, is_cold: bool) -> dict[str, list[str]]:
+    """By service, what was asked for late; `is_cold`: of services that leave most of their warm-up out."""
     found: dict[str, list[str]] = {"drafter": [], "verifier": []}
     rng = np.random.default_rng(0)
     for num_kv_heads in (8,) if is_cold else (8, 2):
@@ -266,8 +253,26 @@ def main(arguments: Sequence[str]) -> None:
                 else:
                     verify(runner, launches, rng, is_cold=is_cold)
             found[service] += sorted(launches.late.values())
+    return found
+
+
+def main() -> None:
+    driver.set_active(Gpu())
+    for module in (
+        kernels.paged_attention_split_triton,
+        kernels.paged_attention_triton,
+        kernels.rms_norm_triton,
+        kernels.rotary_triton,
+        kernels.silu_mul_triton,
+    ):
+        if hasattr(module, "has_dependent_launch"):
+            module.has_dependent_launch = lambda device: True  # type: ignore[attr-defined]
+    found = {"warm": late_kernels(is_cold=False)}
+    ModelRunner._attention_batches = lambda self, query_len: set()  # type: ignore[method-assign]
+    DraftExecutor.warm_up = lambda self: None  # type: ignore[method-assign]
+    found["cold"] = late_kernels(is_cold=True)
     print(json.dumps(found))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -42,7 +42,8 @@ VOCABULARY = 16
 PROMPT = [3, 1, 4, 1, 5]
 NUM_TOKENS = 6
 NUM_CHECKED = 4
-NUM_SEQUENCES = 1500
+# Both bugs that are planted below have p-values under 1e-9 with them.
+NUM_SEQUENCES = 1000
 # The seeds are fixed: a statistic that passes once passes always. Other seeds would fail once in some thousand runs.
 SIGNIFICANCE = 1e-5
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -28,13 +27,22 @@ from tests.services.reference import prompts
 from verifier_service.executor import TargetExecutor
 
 
-def test_no_request_waits_for_a_compiler(tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def late_kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, list[str]]]:
+    """What a program finds, of services that warm up and of others: by service, the kernels asked for late."""
+    found: dict[str, dict[str, list[str]]] = report_of(
+        "tests.services.late_kernels", cache=tmp_path_factory.mktemp("cache")
+    )
+    return found
+
+
+def test_no_request_waits_for_a_compiler(late_kernels: dict[str, dict[str, list[str]]]) -> None:
     """Catches a kernel's variant that warming up leaves out: all sequences wait for it, and may lose their drafter."""
-    assert report_of("tests.services.late_kernels", cache=tmp_path) == {"drafter": [], "verifier": []}
+    assert late_kernels["warm"] == {"drafter": [], "verifier": []}
 
 
-def test_kernels_that_are_compiled_late_are_found(tmp_path: Path) -> None:
-    found = report_of("tests.services.late_kernels", "--cold", cache=tmp_path)
+def test_kernels_that_are_compiled_late_are_found(late_kernels: dict[str, dict[str, list[str]]]) -> None:
+    found = late_kernels["cold"]
     assert "_split_attention_kernel" in found["drafter"]
     assert {"_penalties_kernel", "_emit_kernel"} <= set(found["verifier"])
 
