@@ -38,6 +38,8 @@ def verifier_flags(options: Options, devices: Devices) -> list[str]:
             max_draft_tokens=options.max_draft_tokens,
             verification=options.verification,
             num_candidates=options.num_candidates,
+            # A drafter that never rests would take the target's time.
+            drafting="turns" if devices.verifier in devices.drafters else None,
             max_running=options.max_running,
             max_model_len=options.max_model_len,
         ),

@@ -13,6 +13,7 @@ def commit(part: Scheduled, sampled: Sampled) -> Committed:
     token_ids, finish_reason = sequence.cut(sampled.token_ids)
     # The step computed all of its drafts; keys and values behind the accepted ones are overwritten by the next.
     sequence.num_computed += sampled.num_accepted
+    sequence.acceptance.add(part.num_drafts, sampled.num_accepted)
     sequence.token_ids += token_ids
     if sequence.history is not None:
         sequence.history.append(token_ids)

@@ -28,6 +28,7 @@ from verifier_service.events import (
 )
 from verifier_service.gathering import Gathering
 from verifier_service.reporting import Ran, Reporter
+from verifier_service.row_budget import RowBudget
 from verifier_service.scheduler import Scheduler
 from verifier_service.sequence import TargetSequence
 from verifier_service.sequence_table import SequenceTable
@@ -90,6 +91,7 @@ class VerifierEngine:
             max_num_batched_tokens=self._target.max_num_batched_tokens,
             split_from=self._split_from,
             gathering=self._gathering if self._has_overlap else None,
+            row_budget=RowBudget(self._target.costs) if self._target.costs is not None else None,
         )
         if self._metrics is not None:
             self._metrics.follow(self._scheduler, self._links, self._max_running)

@@ -14,6 +14,7 @@ from engine.slots import SlotPool
 from engine.step import Executor, Row, Sampled, Wanted
 from kernels.limits import MAX_DRAFT_TOKENS
 from verifier_service.gathering import Gathering
+from verifier_service.row_budget import RowBudget
 from verifier_service.sequence import TargetSequence
 from verifier_service.speculation import AHEAD, ALONE, JOINING, LATE, WAITING, LinkKey
 from verifier_service.step import Scheduled
@@ -55,6 +56,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         split_from: int = 1 << 30,
         gathering: Gathering | None = None,
+        row_budget: RowBudget | None = None,
     ) -> None:
         if max_num_batched_tokens <= MAX_DRAFT_TOKENS:
             raise ValueError(f"max_num_batched_tokens must be above {MAX_DRAFT_TOKENS}, the longest chain")
@@ -70,6 +72,8 @@ class Scheduler:
         self.num_preemptions = 0
         self._step = 0
         self._gathering = gathering
+        # None where nobody has measured what steps cost: all draft tokens at hand are verified.
+        self._row_budget = row_budget
         # Blocks ran out while steps were in flight, whose sequences cannot be preempted: begin nothing until they are
         # back.
         self.is_short = False
@@ -104,6 +108,7 @@ class Scheduler:
     def _continue_running(self, scheduled: dict[TargetSequence, Scheduled], budget: int) -> int:
         candidates = self._candidates()
         num_verified_left = -(-candidates.num_speculating // candidates.num_groups)
+        most_drafts = self._most_drafts(candidates.ready)
         for _, _, _, sequence, num_drafts, gathers_with in sorted(candidates.ready):
             if gathers_with in candidates.held_back:
                 continue
@@ -115,7 +120,7 @@ class Scheduler:
             if sequence not in self.running:
                 continue
             if (part := candidates.chained.get(sequence)) is None:
-                part = self._fit(sequence, budget, num_drafts or _num_drafts(sequence))
+                part = self._fit(sequence, budget, min(num_drafts or _num_drafts(sequence), most_drafts))
             if part is None or (num_tokens := part.num_tokens) > budget:
                 continue
             # What the cache must have room for: a step in flight may commit all of its drafts.
@@ -193,6 +198,18 @@ class Scheduler:
                 Counter(ready_drafters), Counter(missing_drafters), num_groups=num_groups
             )
         return _Candidates(ready, chained, num_speculating, num_groups, held_back)
+
+    def _most_drafts(self, ready: list[_Ready]) -> int:
+        """How many draft tokens of a sequence a step over these should verify. In turns, all that were waited for."""
+        if self._row_budget is None or not any(sequence.speculation.state is AHEAD for _, _, _, sequence, *_ in ready):
+            return MAX_DRAFT_TOKENS
+        return self._row_budget.choose(
+            [
+                (num_drafts, sequence.acceptance.value)
+                for _, _, _, sequence, num_drafts, _ in ready
+                if len(sequence.token_ids) - sequence.num_computed == 1
+            ]
+        )
 
     def _chain(self, sequence: TargetSequence) -> Scheduled | None:
         """The part behind the sequence's step in flight, where that is certain to be wanted, but for a stop token."""

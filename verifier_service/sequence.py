@@ -11,6 +11,7 @@ from outrider.protocol.sampling_parameters import SamplingParameters
 from outrider.protocol.verification import Verification
 from outrider.service.logs import Subject
 from outrider.v1 import common_pb2, generation_pb2
+from verifier_service.row_budget import AcceptanceRate
 from verifier_service.sequence_trace import SequenceTrace
 from verifier_service.speculation import AHEAD, JOINING, LATE, LinkKey, Speculation
 
@@ -67,6 +68,8 @@ class TargetSequence:
     num_unknown: int = 0
     # Gathering's own: monotonic time at which the last step began, until an answer to its verdict comes.
     step_began: float | None = None
+    # How often its draft tokens are accepted.
+    acceptance: AcceptanceRate = field(default_factory=AcceptanceRate)
     # Ended or closed: what a step in flight finds for it is nobody's.
     is_over: bool = False
 

@@ -12,6 +12,7 @@ from engine.device import make_runner
 from engine.late_compilation import warn_of_late_compilation
 from engine.model_runner import ModelRunner
 from engine.step import Executor, Row, Sampled
+from engine.step_costs import StepCosts
 from verifier_service.executor import TargetExecutor
 from verifier_service.settings import VerifierSettings
 
@@ -20,6 +21,8 @@ class Target:
     """The target model, its KV cache and what else the engine needs to know of it; filled in by `load`."""
 
     executor: Executor[Row, Sampled]
+    # What steps cost by their rows; None where nobody has measured it.
+    costs: StepCosts | None = None
 
     def __init__(
         self,
@@ -50,6 +53,7 @@ class Target:
             executor.warm_up()
             warn_of_late_compilation()
         self.executor = executor
+        self.costs = executor.costs
 
 
 def make_target(settings: VerifierSettings) -> Target:

@@ -112,9 +112,9 @@ async def test_scripts_change_nothing(cluster: LocalCluster, tmp_path: Path) -> 
     prompts = heldout_prompts()[:8]
     plain = await generate_all(cluster.address, prompts, speculation=False)
     right = [[*prompt, *completion.token_ids] for prompt, completion in plain]
-    # The second half of the scripts goes wrong at their 20th token, and stays so.
+    # The second half of the scripts goes wrong at their 22nd token, and stays so.
     for script, prompt in zip(right[4:], prompts[4:], strict=True):
-        script[len(prompt) + 20] ^= 1
+        script[len(prompt) + 22] ^= 1
     path = tmp_path / "script.json"
     path.write_text(json.dumps({"sequences": right}))
     verifier = cluster.verifier.address
