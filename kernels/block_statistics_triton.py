@@ -54,6 +54,7 @@ def _block_statistics_kernel(
     replacements_ptr,  # [num_replaced, vocab_size] float32, or None
     replacement_rows_ptr,  # [num_rows] int32, or None
     temperature_ptr,  # [batch] float32
+    is_left_out_ptr,  # [batch] int32, or None
     cu_num_draft_ptr,  # [batch + 1] int32, or None
     maxima_ptr,  # [num_rows, num_blocks] float32
     weights_ptr,  # [num_rows, num_blocks] int64, or None
@@ -70,6 +71,10 @@ def _block_statistics_kernel(
     row, is_row = row_of(sequence, step, cu_num_draft_ptr)
     if not is_row:
         return
+    temperature = tl.load(temperature_ptr + sequence)
+    if is_left_out_ptr is not None:
+        if (temperature > 0.0) & (tl.load(is_left_out_ptr + sequence) != 0):
+            return
     places = tl.arange(0, BLOCK // _VECTOR)[:, None] * _VECTOR + tl.arange(0, _VECTOR)[None, :]
     columns = block * BLOCK + places
     logits = load_logits(row, columns, logits_ptr, logits_stride, replacements_ptr, replacement_rows_ptr, vocab_size)
@@ -79,7 +84,6 @@ def _block_statistics_kernel(
     tl.store(group_maxima_ptr + place * NUM_GROUPS + tl.arange(0, NUM_GROUPS), group_maxima)
     maximum = tl.max(maxima, axis=0)
     tl.store(maxima_ptr + place, maximum)
-    temperature = tl.load(temperature_ptr + sequence)
     if weights_ptr is not None:
         if temperature > 0.0:
             coarse, fine = weight_parts(logits, maximum, temperature)
@@ -120,8 +124,9 @@ def launch_block_statistics(
     block_size: int,
     *,
     has_weights: bool,
+    is_left_out: torch.Tensor | None = None,  # [batch] int32, contiguous
 ) -> BlockStatistics:
-    """Statistics of all rows that belong to sequences."""
+    """Statistics of all rows that belong to sequences; of those left out only if they have no temperature."""
     num_rows, vocab_size = logits.logits.shape
     device = logits.logits.device
     num_blocks = triton.cdiv(vocab_size, block_size)
@@ -142,6 +147,7 @@ def launch_block_statistics(
         logits.replacements,
         logits.replacement_rows,
         temperature,
+        is_left_out,
         cu_num_draft_tokens,
         statistics.maxima,
         statistics.weights,
