@@ -204,6 +204,7 @@ async def test_each_option_reaches_its_service(tmp_path: Path) -> None:
     template.write_text("")
     asked = options(
         tmp_path,
+        verification="coupled",
         num_candidates=32,
         max_running=5,
         max_model_len=300,
@@ -215,7 +216,13 @@ async def test_each_option_reaches_its_service(tmp_path: Path) -> None:
         verifier, drafter, gateway = (
             (cluster.log_directory / f"{name}.log").read_text() for name in ("verifier", "drafter", "gateway")
         )
-    for flags in ("--num-candidates 32", "--max-running 5", "--max-model-len 300", "--device cuda:2"):
+    for flags in (
+        "--verification coupled",
+        "--num-candidates 32",
+        "--max-running 5",
+        "--max-model-len 300",
+        "--device cuda:2",
+    ):
         assert flags in verifier
     for flags in ("--num-candidates 32", "--max-model-len 300", "--device cpu"):
         assert flags in drafter
