@@ -12,7 +12,6 @@ are compared with transformers before anything is timed.
 from __future__ import annotations
 
 import argparse
-import random
 import sys
 import time
 from collections.abc import Sequence
@@ -25,6 +24,7 @@ from benchmarks.drafter_loop import DrafterLoop
 from benchmarks.logit_check import ReferenceLogits, check_logits, reference_logits
 from benchmarks.matrix_products import MatrixProducts
 from benchmarks.pair import PairDirectory, add_pair_arguments, pair_of
+from benchmarks.prefill import next_tokens, prefill
 from benchmarks.records import (
     Record,
     Recorder,
@@ -98,11 +98,11 @@ class StepBenchmark:
 
     def _time_target(self, runner: ModelRunner, batch_sizes: Sequence[int]) -> None:
         for batch_size in batch_sizes:
-            sequences = _prefill(runner, batch_size, self._context)
+            sequences = prefill(runner, batch_size, self._context)
             for num_positions in (1, self._num_draft_tokens + 1):
                 if self._is_late(f"target, batch {batch_size} x {num_positions}"):
                     continue
-                slices = [_step(ids, self._context, num_positions, runner.vocab_size) for ids in sequences]
+                slices = [next_tokens(ids, self._context, num_positions, runner.vocab_size) for ids in sequences]
 
                 record = self._recorder.write(
                     "target_step",
@@ -207,28 +207,6 @@ class StepBenchmark:
             self._recorder.write("left_out", what=what)
             progress(f"left out, the time is up: {what}")
         return is_late
-
-
-def _prefill(runner: ModelRunner, batch_size: int, context: int) -> list[list[int]]:
-    """Fill the cache with random sequences, the batch's n-th in the n-th run of blocks; each sequence's block ids."""
-    numbers = random.Random(3)
-    num_blocks = -(-(context + 64) // runner.block_size)
-    sequences = [list(range(index * num_blocks, (index + 1) * num_blocks)) for index in range(batch_size)]
-    at_once = max(1, runner.max_num_batched_tokens // context)
-    for first in range(0, batch_size, at_once):
-        runner.execute(
-            [
-                SequenceSlice([numbers.randrange(runner.vocab_size) for _ in range(context)], 0, block_ids, 1)
-                for block_ids in sequences[first : first + at_once]
-            ]
-        )
-    return sequences
-
-
-def _step(block_ids: list[int], context: int, num_positions: int, vocab_size: int) -> SequenceSlice:
-    numbers = random.Random(block_ids[0])
-    token_ids = [numbers.randrange(vocab_size) for _ in range(num_positions)]
-    return SequenceSlice(token_ids, context, block_ids, num_positions)
 
 
 def summary(records: Sequence[Record]) -> str:
