@@ -117,7 +117,7 @@ def tree_attention_reference(
     is_seen |= ~is_seen.any(dim=2, keepdim=True)
 
     # The query heads of a kv head become rows of one matrix, so that its keys are read once for all of them.
-    rows = batched[row].unflatten(2, (num_kv_heads, -1)).permute(0, 2, 3, 1, 4)
+    rows = batched[row].view(len(row), num_queries, num_kv_heads, -1, query.shape[2]).permute(0, 2, 3, 1, 4)
     cache = GatheredCache(key_cache, value_cache, lens[-1])
     for start, end, longest in cache.runs(lens):
         attended = cache.attend(

@@ -65,7 +65,8 @@ def make_tree_case(
     num_used = [-(-prefix_len // block_size) for prefix_len, _ in sequences]
     num_blocks = sum(num_used) + 1
     num_area_blocks = -(-batch * area_size // block_size)
-    nobody, *shuffled = torch.randperm(num_blocks, generator=generator).tolist()
+    # The first block is nobody's: it is what a place that was never looked up would name.
+    nobody, shuffled = 0, (torch.randperm(num_blocks - 1, generator=generator) + 1).tolist()
     key_cache = torch.full((num_blocks + num_area_blocks, block_size, num_kv_heads, head_dim), float("nan")).to(dtype)
     value_cache = key_cache.clone()
     areas = torch.randperm(batch, generator=generator)
