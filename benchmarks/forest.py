@@ -49,7 +49,7 @@ class Forest:
     @property
     def num_nodes(self) -> int:
         """Nodes of each sequence."""
-        return self.token_ids.shape[1]
+        return int(self.token_ids.shape[1])
 
     def num_seen(self, first: int) -> float:
         """How many nodes, in the mean over sequences, the nodes from `first` on see between them."""

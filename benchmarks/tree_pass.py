@@ -33,6 +33,7 @@ from engine.batch import Batch, TreeBatch, build_batch
 from engine.kv_cache import KVCache, LayerShape
 from engine.model_runner import ModelRunner
 from kernels.node_keys import collect_node_keys
+from kernels.tree_attention import TreeKeys
 
 _BLOCK_SIZE = 16
 _COPIES_EACH = 8
@@ -184,10 +185,12 @@ class TreePassBenchmark:
                 cache.keys,
                 cache.values,
                 trees.slot_mapping,
-                prefix_lens=trees.prefix_lens,
-                block_tables=trees.block_tables,
-                node_keys=collect_node_keys(trees.is_ancestor, trees.node_starts),
-                positions=trees.positions,
+                keys=TreeKeys(
+                    trees.prefix_lens,
+                    trees.block_tables,
+                    collect_node_keys(trees.is_ancestor, trees.node_starts),
+                    trees.positions,
+                ),
             )
             for call in calls:
                 attention.attend_stored(call, query)

@@ -16,10 +16,9 @@ from typing import Any, Protocol
 
 import torch
 
-from kernels.node_keys import NodeKeys
 from kernels.paged_attention import paged_attention
 from kernels.store_kv import store_kv
-from kernels.tree_attention import tree_attention
+from kernels.tree_attention import TreeKeys, tree_attention
 
 ATTENTION_NAME = "outrider_paged"
 
@@ -107,10 +106,7 @@ class CachedAttention(_StoredAttention):
 class TreeAttention(_StoredAttention):
     """Nodes of trees: each sees its sequence's prefix and its own ancestors."""
 
-    prefix_lens: torch.Tensor  # [batch] int32
-    block_tables: torch.Tensor  # [batch, max_blocks] int32
-    node_keys: NodeKeys
-    positions: torch.Tensor  # [num_tokens] int64
+    keys: TreeKeys
 
     def attend_stored(
         self, call: AttentionCall, query: torch.Tensor
@@ -119,10 +115,7 @@ class TreeAttention(_StoredAttention):
             query,
             self.key_caches[call.layer_index],
             self.value_caches[call.layer_index],
-            self.prefix_lens,
-            self.block_tables,
-            self.node_keys,
-            self.positions,
+            self.keys,
             scale=call.scale,
             sliding_window=call.sliding_window,
             softcap=call.softcap,

@@ -16,6 +16,7 @@ from engine.model_loader import load_model
 from kernels.copy_kv import copy_kv
 from kernels.dispatch import runs_triton_on
 from kernels.node_keys import collect_node_keys
+from kernels.tree_attention import TreeKeys
 
 _logger = logging.getLogger(__name__)
 
@@ -155,10 +156,12 @@ class ModelRunner:
             key_caches=self._cache.keys,
             value_caches=self._cache.values,
             slot_mapping=batch.slot_mapping,
-            prefix_lens=batch.prefix_lens,
-            block_tables=batch.block_tables,
-            node_keys=collect_node_keys(batch.is_ancestor, batch.node_starts, batch.node_positions),
-            positions=batch.positions,
+            keys=TreeKeys(
+                batch.prefix_lens,
+                batch.block_tables,
+                collect_node_keys(batch.is_ancestor, batch.node_starts, batch.node_positions),
+                batch.positions,
+            ),
         )
 
     @torch.inference_mode()

@@ -10,18 +10,15 @@ import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.dependent_launch import has_dependent_launch
-from kernels.node_keys import NodeKeys
 from kernels.split_attention_triton import SplitTiling, attend_to_tile, merge_splits, most_queries
+from kernels.tree_attention import TreeKeys
 
 
 def launch_tree_attention(
     query: torch.Tensor,  # [batch * num_queries, num_heads, head_dim], any strides with a dense last dimension
     key_cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
     value_cache: torch.Tensor,  # as key_cache
-    prefix_lens: torch.Tensor,  # [batch] int32
-    block_tables: torch.Tensor,  # [batch, max_blocks] int32
-    node_keys: NodeKeys,
-    positions: torch.Tensor,  # [batch * num_queries] int64
+    keys: TreeKeys,
     *,
     scale: float,
     sliding_window: int | None = None,
@@ -37,7 +34,8 @@ def launch_tree_attention(
     """
     num_heads, head_dim = query.shape[1:]
     block_size, num_kv_heads = key_cache.shape[1:3]
-    batch, max_blocks = block_tables.shape
+    node_keys = keys.node_keys
+    batch, max_blocks = keys.block_tables.shape
     num_queries, area_size = node_keys.num_queries, node_keys.slots.shape[1]
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     if batch == 0:
@@ -68,16 +66,16 @@ def launch_tree_attention(
         query,
         key_cache,
         value_cache,
-        prefix_lens,
-        block_tables,
+        keys.prefix_lens,
+        keys.block_tables,
         node_keys.slots,
         node_keys.seen_by,
         node_keys.positions if sliding_window is not None else None,
         node_keys.counts,
-        positions,
+        keys.positions,
         num_splits,
         num_queries,
-        block_tables.stride(0),
+        keys.block_tables.stride(0),
         area_size,
         query.stride(0),
         query.stride(1),
@@ -105,7 +103,7 @@ def launch_tree_attention(
             output,
             partial,
             log_totals,
-            prefix_lens,
+            keys.prefix_lens,
             node_keys.counts,
             num_splits,
             SLIDING_WINDOW=sliding_window,

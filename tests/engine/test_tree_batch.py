@@ -237,3 +237,37 @@ def test_accepted_nodes_are_kept_by_copying(runner: ModelRunner, oracle: PreTrai
     output = runner.execute([SequenceSlice(more, len(tree.token_ids), tree.block_ids, 5) for tree in trees])
     for row, tree in enumerate(trees):
         assert_same(output[5 * row : 5 * row + 5], oracle_logits(oracle, tree.token_ids + more)[-5:])
+
+
+@pytest.mark.gpu
+def test_captured_in_a_graph(tmp_path: Path) -> None:
+    """A replay reads prefixes, nodes and their ancestors as they are by then: other trees than were captured."""
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA GPU")
+    runner = ModelRunner(
+        save_model(FAMILIES["llama"](), tmp_path),
+        device=torch.device("cuda"),
+        dtype=torch.float32,
+        block_size=BLOCK_SIZE,
+        num_blocks=NUM_BLOCKS,
+        num_reserved_slots=NUM_AREAS * AREA_SIZE,
+    )
+    batches = []
+    for seed in (3, 4):
+        numbers = random.Random(seed)
+        trees = make_trees(runner, numbers)
+        for tree in trees:
+            grow(tree, 8, numbers)
+        batches.append(tree_batch(runner, trees, [list(range(8))] * len(trees), 8, numbers))
+    captured, other = batches
+    runner.forward(captured)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        logits = runner.forward(captured)
+    for name, tensor in vars(other).items():
+        if tensor is not None:
+            getattr(captured, name).copy_(tensor)
+    graph.replay()
+    replayed = logits.clone()
+    torch.testing.assert_close(replayed, runner.forward(other), atol=1e-5, rtol=1e-5)

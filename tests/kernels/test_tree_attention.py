@@ -40,8 +40,8 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 
 
 def attend(case: TreeCase, *, has_positions: bool = True, **options: Any) -> torch.Tensor:
-    arguments: Any = case.arguments(has_positions=has_positions)
-    return tree_attention(*arguments, **options)
+    keys = case.keys(has_positions=has_positions)
+    return tree_attention(case.query, case.key_cache, case.value_cache, keys, **options)
 
 
 def assert_attends(

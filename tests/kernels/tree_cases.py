@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.node_keys import NodeKeys, collect_node_keys
+from kernels.node_keys import collect_node_keys
+from kernels.tree_attention import TreeKeys
 
 
 @dataclass(frozen=True)
@@ -23,19 +24,10 @@ class TreeCase:
     node_positions: torch.Tensor  # [batch, area_size] int64, nonsense where nobody's ancestor is
     positions: torch.Tensor  # [batch * num_queries] int64
 
-    def node_keys(self, *, has_positions: bool = True) -> NodeKeys:
-        return collect_node_keys(self.is_ancestor, self.node_starts, self.node_positions if has_positions else None)
-
-    def arguments(self, *, has_positions: bool = True) -> tuple[object, ...]:
-        return (
-            self.query,
-            self.key_cache,
-            self.value_cache,
-            self.prefix_lens,
-            self.block_tables,
-            self.node_keys(has_positions=has_positions),
-            self.positions,
-        )
+    def keys(self, *, has_positions: bool = True) -> TreeKeys:
+        positions = self.node_positions if has_positions else None
+        node_keys = collect_node_keys(self.is_ancestor, self.node_starts, positions)
+        return TreeKeys(self.prefix_lens, self.block_tables, node_keys, self.positions)
 
 
 def make_tree_case(
@@ -65,7 +57,8 @@ def make_tree_case(
     num_used = [-(-prefix_len // block_size) for prefix_len, _ in sequences]
     num_blocks = sum(num_used) + 1
     num_area_blocks = -(-batch * area_size // block_size)
-    nobody, *shuffled = torch.randperm(num_blocks, generator=generator).tolist()
+    # The first block is nobody's: it is what a place that was never looked up would name.
+    nobody, shuffled = 0, (torch.randperm(num_blocks - 1, generator=generator) + 1).tolist()
     key_cache = torch.full((num_blocks + num_area_blocks, block_size, num_kv_heads, head_dim), float("nan")).to(dtype)
     value_cache = key_cache.clone()
     areas = torch.randperm(batch, generator=generator)
