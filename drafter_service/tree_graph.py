@@ -114,6 +114,11 @@ class TreeGraph:
         self._inputs.upload()
         self._graph = pool.capture(self._compute)
 
+    @property
+    def is_captured(self) -> bool:
+        """Whether it is a CUDA graph."""
+        return self._graph is not None
+
     def launch(self, rows: Sequence[TreeRow], penalty_places: Sequence[int], *, wants_candidates: bool) -> TreeReplay:
         """Begin a replay behind those before it, of which at most one may not have been read.
 
