@@ -1,4 +1,4 @@
-"""The project's drafter in a steady state, host included: what it drafts in turns, and its replays when it runs ahead."""
+"""The project's drafter in a steady state, host included: its answers in turns, and its replays when it runs ahead."""
 
 from __future__ import annotations
 
