@@ -1,4 +1,4 @@
-"""Statistics of logits by vocabulary block: the one pass over all logits that sampling starts with.
+"""Statistics of logits by vocabulary block: the pass over all logits that filters and candidates start with.
 
 Sequence i's row j is row cu_num_draft_tokens[i] + i + j; without cu_num_draft_tokens each sequence has one row. Grids
 are (sequences, rows of a sequence, blocks).
@@ -32,10 +32,9 @@ class BlockStatistics:
 
     block_size: int
     maxima: torch.Tensor  # [num_rows, num_blocks] float32
-    argmax: torch.Tensor  # [num_rows, num_blocks] int32; only of rows without temperature
     weights: torch.Tensor | None  # [num_rows, num_blocks] int64; only of rows with temperature
     group_size: int
-    group_maxima: torch.Tensor | None  # [num_rows, num_groups] float32
+    group_maxima: torch.Tensor  # [num_rows, num_groups] float32
 
     @property
     def num_blocks(self) -> int:
@@ -55,11 +54,11 @@ def _block_statistics_kernel(
     replacements_ptr,  # [num_replaced, vocab_size] float32, or None
     replacement_rows_ptr,  # [num_rows] int32, or None
     temperature_ptr,  # [batch] float32
+    is_left_out_ptr,  # [batch] int32, or None
     cu_num_draft_ptr,  # [batch + 1] int32, or None
     maxima_ptr,  # [num_rows, num_blocks] float32
-    argmax_ptr,  # [num_rows, num_blocks] int32
     weights_ptr,  # [num_rows, num_blocks] int64, or None
-    group_maxima_ptr,  # [num_rows, num_groups] float32, or None
+    group_maxima_ptr,  # [num_rows, num_groups] float32
     vocab_size,
     num_blocks,
     BLOCK: tl.constexpr,
@@ -72,69 +71,25 @@ def _block_statistics_kernel(
     row, is_row = row_of(sequence, step, cu_num_draft_ptr)
     if not is_row:
         return
+    temperature = tl.load(temperature_ptr + sequence)
+    if is_left_out_ptr is not None:
+        if (temperature > 0.0) & (tl.load(is_left_out_ptr + sequence) != 0):
+            return
     places = tl.arange(0, BLOCK // _VECTOR)[:, None] * _VECTOR + tl.arange(0, _VECTOR)[None, :]
     columns = block * BLOCK + places
     logits = load_logits(row, columns, logits_ptr, logits_stride, replacements_ptr, replacement_rows_ptr, vocab_size)
     maxima = tl.max(logits, axis=1)
     place = row * num_blocks + block
-    if group_maxima_ptr is not None:
-        group_maxima = tl.max(tl.reshape(maxima, [NUM_GROUPS, GROUP // _VECTOR]), axis=1)
-        tl.store(group_maxima_ptr + place * NUM_GROUPS + tl.arange(0, NUM_GROUPS), group_maxima)
+    group_maxima = tl.max(tl.reshape(maxima, [NUM_GROUPS, GROUP // _VECTOR]), axis=1)
+    tl.store(group_maxima_ptr + place * NUM_GROUPS + tl.arange(0, NUM_GROUPS), group_maxima)
     maximum = tl.max(maxima, axis=0)
     tl.store(maxima_ptr + place, maximum)
-    temperature = tl.load(temperature_ptr + sequence)
-    if temperature > 0.0:
-        if weights_ptr is not None:
+    if weights_ptr is not None:
+        if temperature > 0.0:
             coarse, fine = weight_parts(logits, maximum, temperature)
             # 32 bits hold the parts' sums within a thread.
             weights = (tl.sum(coarse, axis=1).to(tl.int64) << 20) + tl.sum(fine, axis=1)
             tl.store(weights_ptr + place, tl.sum(weights, axis=0))
-    else:
-        first = tl.min(tl.min(tl.where(logits == maximum, columns, 2147483647), axis=1), axis=0)
-        tl.store(argmax_ptr + place, first)
-
-
-@triton.jit
-def _kept_weights_kernel(
-    logits_ptr,  # [num_rows, vocab_size]
-    logits_stride,
-    replacements_ptr,  # [num_replaced, vocab_size] float32, or None
-    replacement_rows_ptr,  # [num_rows] int32, or None
-    thresholds_ptr,  # [num_rows] float32
-    temperature_ptr,  # [batch] float32
-    cu_num_draft_ptr,  # [batch + 1] int32, or None
-    maxima_ptr,  # [num_rows, num_blocks] float32
-    weights_ptr,  # [num_rows, num_blocks] int64, changed in place
-    group_maxima_ptr,  # [num_rows, num_groups] float32
-    vocab_size,
-    num_blocks,
-    BLOCK: tl.constexpr,
-    GROUP: tl.constexpr,
-):
-    NUM_GROUPS: tl.constexpr = BLOCK // GROUP
-    sequence = tl.program_id(0)
-    block = tl.program_id(2)
-    row, is_row = row_of(sequence, tl.program_id(1), cu_num_draft_ptr)
-    if not is_row:
-        return
-    threshold = tl.load(thresholds_ptr + row)
-    if threshold == float("-inf"):
-        return
-    place = row * num_blocks + block
-    groups = tl.arange(0, NUM_GROUPS)
-    group_maxima = tl.load(group_maxima_ptr + place * NUM_GROUPS + groups)
-    logits = load_logits(
-        row,
-        block * BLOCK + groups[:, None] * GROUP + tl.arange(0, GROUP)[None, :],
-        logits_ptr,
-        logits_stride,
-        replacements_ptr,
-        replacement_rows_ptr,
-        vocab_size,
-        (group_maxima >= threshold)[:, None],
-    )
-    weights = kept_weights(logits, tl.load(maxima_ptr + place), tl.load(temperature_ptr + sequence), threshold)
-    tl.store(weights_ptr + place, tl.sum(tl.sum(weights, axis=1), axis=0))
 
 
 @triton.jit
@@ -161,20 +116,6 @@ def row_statistics(row, temperature, maxima_ptr, weights_ptr, num_blocks, NUM_BL
     return maximum, weights, units, tl.sum(weights.to(tl.float64) * units, axis=0)
 
 
-@triton.jit
-def row_argmax(row, maxima_ptr, argmax_ptr, num_blocks, NUM_BLOCKS: tl.constexpr):
-    """The row's most likely token, the lowest id among ties."""
-    blocks = tl.arange(0, NUM_BLOCKS)
-    maxima = tl.load(maxima_ptr + row * num_blocks + blocks, mask=blocks < num_blocks, other=float("-inf"))
-    return tl.load(argmax_ptr + row * num_blocks + tl.argmax(maxima, axis=0))
-
-
-@triton.jit
-def kept_weights(logits, maximum, temperature, threshold):
-    """Integer weights of the logits that are not below the threshold."""
-    return tl.where(logits >= threshold, exponential_weights(logits, maximum, temperature), 0)
-
-
 def launch_block_statistics(
     logits: PenalizedLogits,  # [num_rows, vocab_size]
     temperature: torch.Tensor,  # [batch] float32, contiguous
@@ -183,9 +124,9 @@ def launch_block_statistics(
     block_size: int,
     *,
     has_weights: bool,
-    has_groups: bool,
+    is_left_out: torch.Tensor | None = None,  # [batch] int32, contiguous
 ) -> BlockStatistics:
-    """Statistics of all rows that belong to sequences."""
+    """Statistics of all rows that belong to sequences; of those left out only if they have no temperature."""
     num_rows, vocab_size = logits.logits.shape
     device = logits.logits.device
     num_blocks = triton.cdiv(vocab_size, block_size)
@@ -195,10 +136,9 @@ def launch_block_statistics(
     statistics = BlockStatistics(
         block_size,
         torch.empty(shape, dtype=torch.float32, device=device),
-        torch.empty(shape, dtype=torch.int32, device=device),
         torch.empty(shape, dtype=torch.int64, device=device) if has_weights else None,
         group_size,
-        torch.empty((num_rows, num_groups), dtype=torch.float32, device=device) if has_groups else None,
+        torch.empty((num_rows, num_groups), dtype=torch.float32, device=device),
     )
     # Sequences go on the grid's first axis, the only one that may pass 65,535.
     _block_statistics_kernel[(len(temperature), rows_per_sequence, num_blocks)](
@@ -207,9 +147,9 @@ def launch_block_statistics(
         logits.replacements,
         logits.replacement_rows,
         temperature,
+        is_left_out,
         cu_num_draft_tokens,
         statistics.maxima,
-        statistics.argmax,
         statistics.weights,
         statistics.group_maxima,
         vocab_size,
@@ -219,31 +159,3 @@ def launch_block_statistics(
         num_warps=4,
     )
     return statistics
-
-
-def launch_kept_weights(
-    statistics: BlockStatistics,  # its weights are changed
-    logits: PenalizedLogits,  # [num_rows, vocab_size]
-    thresholds: torch.Tensor,  # [num_rows] float32
-    temperature: torch.Tensor,  # [batch] float32, contiguous
-    cu_num_draft_tokens: torch.Tensor | None,  # [batch + 1] int32, contiguous
-    rows_per_sequence: int,
-) -> None:
-    """Leave in the blocks' weights only tokens at or above the row's threshold."""
-    _kept_weights_kernel[(len(temperature), rows_per_sequence, statistics.num_blocks)](
-        logits.logits,
-        logits.logits.stride(0),
-        logits.replacements,
-        logits.replacement_rows,
-        thresholds,
-        temperature,
-        cu_num_draft_tokens,
-        statistics.maxima,
-        statistics.weights,
-        statistics.group_maxima,
-        logits.logits.shape[1],
-        statistics.num_blocks,
-        BLOCK=statistics.block_size,
-        GROUP=statistics.group_size,
-        num_warps=4,
-    )

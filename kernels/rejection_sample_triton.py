@@ -1,9 +1,12 @@
 """Triton kernels of `kernels.rejection_sample`.
 
-The grids depend on shapes alone. The pass over all logits, split over blocks of the vocabulary, leaves statistics of
-the blocks behind; filters turn these into a threshold a row and cut the blocks' weights by it; `_accept_kernel` tests
-each draft token; `_emit_kernel` counts the accepted ones and draws the token behind them, for which it reads one more
-block of one row.
+The grids depend on shapes alone. `_blocks_kernel` is the pass over all logits, split over blocks of the vocabulary. In
+rows whose token is the target's own (plain, coupled, greedy) each block draws one: about 40 instructions a token, 13 of
+them Philox's. Rows that a draft token is tested in are weighed, in half as many. Which row of such a sequence is drawn
+from, only the tests tell: `_last_draw_kernel` counts them, in every block's program anew, which takes less than a kernel
+of its own, and draws from that row alone; so K drafts cost K cheap rows and a dear one. `_emit_kernel` picks the best of
+the blocks' tokens. Filters put two kernels ahead, which find each row's threshold; groups of tokens below it are not
+visited again.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 # Triton's decorators and device functions carry no types.
@@ -13,23 +16,36 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
-from kernels.block_statistics_triton import (
-    kept_weights,
-    launch_block_statistics,
-    launch_kept_weights,
-    row_argmax,
-    row_statistics,
-)
-from kernels.integer_weights_triton import choose, choose_at, load_logits, target_of
+from kernels.block_draw_triton import CHUNK, smallest_of_blocks, visit_block
+from kernels.block_statistics_triton import GROUP_SIZE, launch_block_statistics, row_of
+from kernels.dependent_launch import has_dependent_launch
+from kernels.integer_weights_triton import exponential_weights, finite_or_zero, load_logits
 from kernels.random import Purpose
-from kernels.random_triton import philox_words, uniform
+from kernels.random_triton import log2_of_exponentials, philox_words, uniform
 from kernels.shape_logits import PenalizedLogits
 from kernels.thresholds_triton import Filters, launch_thresholds
 
 _ACCEPT = tl.constexpr(int(Purpose.ACCEPT))
-_RECOVER = tl.constexpr(int(Purpose.RECOVER))
-_BONUS = tl.constexpr(int(Purpose.BONUS))
+# What q covers wholly stands this far behind everything else: drawn only where q leaves nothing of p at all.
+_COVERED = tl.constexpr(256.0)
+
+
+@triton.jit
+def _load_flag(place, flags_ptr):
+    flag = False
+    if flags_ptr is not None:
+        flag = tl.load(flags_ptr + place) != 0
+    return flag
+
+
+@triton.jit
+def _load_threshold(row, thresholds_ptr):
+    threshold = tl.full([], float("-inf"), tl.float32)
+    if thresholds_ptr is not None:
+        threshold = tl.load(thresholds_ptr + row)
+    return threshold
 
 
 @triton.jit
@@ -39,13 +55,12 @@ def _load_candidates(
     candidate_ids_ptr,
     candidate_weights_ptr,
     num_candidates,
-    num_read,  # how many of them to read
     vocab_size,
     NUM_CANDIDATES: tl.constexpr,
 ):
     """Ids and weights of q, weight 0 for what is absent, and q of the draft token; one-hot where it is not named."""
     slots = tl.arange(0, NUM_CANDIDATES)
-    mask = slots < num_read
+    mask = slots < num_candidates
     place = draft.to(tl.int64) * num_candidates + slots
     ids = tl.load(candidate_ids_ptr + place, mask=mask, other=0)
     weights = tl.load(candidate_weights_ptr + place, mask=mask, other=0)
@@ -62,282 +77,322 @@ def _load_candidates(
 
 
 @triton.jit
-def _load_threshold(row, thresholds_ptr):
-    threshold = tl.full([], float("-inf"), tl.float32)
-    if thresholds_ptr is not None:
-        threshold = tl.load(thresholds_ptr + row)
-    return threshold
-
-
-@triton.jit
-def _token_weights(
-    token_ids,
-    row,
-    temperature,
-    logits_ptr,
+def _blocks_kernel(
+    logits_ptr,  # [num_rows, vocab_size]
     logits_stride,
-    replacements_ptr,
-    replacement_rows_ptr,
-    thresholds_ptr,
-    block_maxima_ptr,
+    replacements_ptr,  # [num_replaced, vocab_size] float32, or None
+    replacement_rows_ptr,  # [num_rows] int32, or None
+    thresholds_ptr,  # [num_rows] float32, or None
+    group_maxima_ptr,  # [num_rows, num_groups] float32, or None
+    groups_ptr,  # [num_rows, num_groups] int32, room for lists, or None
+    temperature_ptr,  # [batch] float32
+    is_coupled_ptr,  # [batch] int32, or None
+    cu_num_draft_ptr,  # [batch + 1] int32
+    draft_token_ids_ptr,  # [total_draft] int32
+    candidate_ids_ptr,  # [total_draft, num_candidates] int32
+    candidate_weights_ptr,  # [total_draft, num_candidates] int32
+    seeds_ptr,  # [batch] int64
+    positions_ptr,  # [batch] int64
+    maxima_ptr,  # [num_rows, num_blocks] float32; there already where there are thresholds
+    keys_ptr,  # [num_rows, num_blocks] float32: of the token that each block draws
+    tokens_ptr,  # [num_rows, num_blocks] int32: that token
+    weights_ptr,  # [num_rows, num_blocks] int64
+    draft_weights_ptr,  # [total_draft, 2] int64: of each draft token in its block, and of 65,536 in q
     vocab_size,
     num_blocks,
+    num_candidates,
+    num_groups,
     BLOCK: tl.constexpr,
+    NUM_CANDIDATES: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHUNK: tl.constexpr,
 ):
-    """Integer weights of single tokens, each in the unit of its block, and the maxima of their blocks.
-
-    Ids outside the vocabulary have weight 0.
-    """
-    logits = load_logits(row, token_ids, logits_ptr, logits_stride, replacements_ptr, replacement_rows_ptr, vocab_size)
-    mask = (token_ids >= 0) & (token_ids < vocab_size)
-    maxima = tl.load(block_maxima_ptr + row * num_blocks + token_ids // BLOCK, mask=mask, other=0.0)
-    return kept_weights(logits, maxima, temperature, _load_threshold(row, thresholds_ptr)), maxima
-
-
-@triton.jit
-def _sums_at(places, amounts, SIZE: tl.constexpr):
-    """Sums of the amounts at each place from 0 to SIZE."""
-    is_at = places[:, None] == tl.arange(0, SIZE)[None, :]
-    return tl.sum(tl.where(is_at, amounts[:, None], 0), axis=0)
-
-
-@triton.jit
-def _choose_token(
-    block,
-    noise,
-    ids,  # of the candidates
-    covers,  # int64: what is taken from their weights
-    row,
-    temperature,
-    logits_ptr,
-    logits_stride,
-    replacements_ptr,
-    replacement_rows_ptr,
-    thresholds_ptr,
-    block_maxima_ptr,
-    vocab_size,
-    num_blocks,
-    BLOCK: tl.constexpr,
-):
-    """Choose among a block's tokens by what the candidates leave of their weights.
-
-    First a span, then a token in it: the one at which the cumulative weight of all the block's tokens passes the
-    target, while candidates need only be matched with spans and with one span's tokens.
-    """
-    SPAN: tl.constexpr = BLOCK if BLOCK < 64 else 64
-    SPANS: tl.constexpr = BLOCK // SPAN
-    maximum = tl.load(block_maxima_ptr + row * num_blocks + block)
+    sequence = tl.program_id(0)
+    step = tl.program_id(1)
+    block = tl.program_id(2)
+    row, is_row = row_of(sequence, step, cu_num_draft_ptr)
+    if not is_row:
+        return
+    temperature = tl.load(temperature_ptr + sequence)
+    first_draft = tl.load(cu_num_draft_ptr + sequence)
+    num_draft = tl.load(cu_num_draft_ptr + sequence + 1) - first_draft
+    is_tested = (temperature > 0.0) & (num_draft > 0) & (not _load_flag(sequence, is_coupled_ptr))
+    if is_tested & (step == num_draft):
+        return
+    seed = tl.load(seeds_ptr + sequence)
+    position = tl.load(positions_ptr + sequence) + step
     threshold = _load_threshold(row, thresholds_ptr)
-    starts = block * BLOCK + tl.arange(0, SPANS) * SPAN
-    offsets = tl.arange(0, SPAN)
-    logits = load_logits(
+    maximum, key, token, weight = visit_block(
         row,
-        starts[:, None] + offsets[None, :],
+        block,
+        temperature,
+        is_tested,
+        seed,
+        position,
+        threshold,
+        False,
+        None,
         logits_ptr,
         logits_stride,
         replacements_ptr,
         replacement_rows_ptr,
+        group_maxima_ptr,
+        groups_ptr,
+        maxima_ptr,
+        None,
         vocab_size,
+        num_blocks,
+        num_groups,
+        BLOCK,
+        GROUP,
+        CHUNK,
     )
-    places = ids - block * BLOCK
-    covers = tl.where((places >= 0) & (places < BLOCK), covers, 0)
-    weights = tl.sum(kept_weights(logits, maximum, temperature, threshold), axis=1)
-    weights = tl.maximum(weights - _sums_at(places // SPAN, covers, SPANS), 0)
-    span, target = choose_at(weights, target_of(noise, tl.sum(weights, axis=0)))
+    if not is_tested:
+        tl.store(keys_ptr + row * num_blocks + block, key)
+        tl.store(tokens_ptr + row * num_blocks + block, token)
+        return
+    tl.store(weights_ptr + row * num_blocks + block, weight)
 
-    columns = block * BLOCK + span * SPAN + offsets
-    logits = load_logits(row, columns, logits_ptr, logits_stride, replacements_ptr, replacement_rows_ptr, vocab_size)
-    covers = tl.where(places // SPAN == span, covers, 0)
-    weights = kept_weights(logits, maximum, temperature, threshold) - _sums_at(places % SPAN, covers, SPAN)
-    offset, _ = choose_at(tl.maximum(weights, 0), target)
-    return block * BLOCK + span * SPAN + offset
+    # What the draft token's test compares: the program of its block knows it.
+    draft = first_draft + step
+    draft_token = tl.load(draft_token_ids_ptr + draft)
+    is_valid = (draft_token >= 0) & (draft_token < vocab_size)
+    if tl.where(is_valid, draft_token // BLOCK, 0) == block:
+        _, _, q_weight = _load_candidates(
+            draft, draft_token, candidate_ids_ptr, candidate_weights_ptr, num_candidates, vocab_size, NUM_CANDIDATES
+        )
+        logit = load_logits(
+            row, draft_token, logits_ptr, logits_stride, replacements_ptr, replacement_rows_ptr, vocab_size
+        )
+        p_weight = tl.where(logit >= threshold, exponential_weights(logit, maximum, temperature), 0)
+        tl.store(draft_weights_ptr + draft * 2, p_weight)
+        tl.store(draft_weights_ptr + draft * 2 + 1, q_weight.to(tl.int64))
 
 
 @triton.jit
-def _accept_kernel(
-    logits_ptr,  # [num_rows, vocab_size]
-    logits_stride,
-    replacements_ptr,  # [num_replaced, vocab_size] float32, or None
-    replacement_rows_ptr,  # [num_rows] int32, or None
-    thresholds_ptr,  # [num_rows] float32, or None
-    temperature_ptr,  # [batch] float32
-    cu_num_draft_ptr,  # [batch + 1] int32
-    draft_token_ids_ptr,  # [total_draft] int32
-    candidate_ids_ptr,  # [total_draft, num_candidates] int32
-    candidate_weights_ptr,  # [total_draft, num_candidates] int32
-    seeds_ptr,  # [batch] int64
-    positions_ptr,  # [batch] int64
-    block_maxima_ptr,  # [num_rows, num_blocks] float32
-    block_argmax_ptr,  # [num_rows, num_blocks] int32
-    block_weights_ptr,  # [num_rows, num_blocks] int64
-    accepted_ptr,  # [total_draft] int32
-    vocab_size,
+def _count_accepted(
+    sequence,
+    first_draft,
+    num_draft,
+    temperature,
+    is_tested,
+    draft_token_ids_ptr,
+    seeds_ptr,
+    positions_ptr,
+    maxima_ptr,
+    keys_ptr,
+    tokens_ptr,
+    weights_ptr,
+    draft_weights_ptr,
     num_blocks,
-    num_candidates,
     BLOCK: tl.constexpr,
     NUM_BLOCKS: tl.constexpr,
-    NUM_CANDIDATES: tl.constexpr,
+    STEPS: tl.constexpr,
 ):
-    sequence = tl.program_id(0)
-    step = tl.program_id(1)
-    first_draft = tl.load(cu_num_draft_ptr + sequence)
-    if step >= tl.load(cu_num_draft_ptr + sequence + 1) - first_draft:
-        return
-    draft = first_draft + step
-    row = (draft + sequence).to(tl.int64)
-    draft_token = tl.load(draft_token_ids_ptr + draft)
-    temperature = tl.load(temperature_ptr + sequence)
-    if temperature > 0.0:
-        _, _, draft_weight = _load_candidates(
-            draft,
-            draft_token,
-            candidate_ids_ptr,
-            candidate_weights_ptr,
-            num_candidates,
-            num_candidates,
-            vocab_size,
-            NUM_CANDIDATES,
-        )
-        maximum, _, _, total = row_statistics(
-            row, temperature, block_maxima_ptr, block_weights_ptr, num_blocks, NUM_BLOCKS
-        )
-        weight, block_maximum = _token_weights(
-            draft_token,
-            row,
-            temperature,
-            logits_ptr,
-            logits_stride,
-            replacements_ptr,
-            replacement_rows_ptr,
-            thresholds_ptr,
-            block_maxima_ptr,
-            vocab_size,
-            num_blocks,
-            BLOCK,
-        )
-        mass = weight.to(tl.float64) * tl.exp((block_maximum - maximum) / temperature).to(tl.float64)
-        w0, w1, _, _ = philox_words(tl.load(seeds_ptr + sequence), tl.load(positions_ptr + sequence) + step, _ACCEPT)
+    """How many draft tokens are accepted; of the row behind them, if it is tested, its maximum and its total weight."""
+    steps = tl.arange(0, STEPS)
+    is_step = steps < num_draft
+    drafts = first_draft + steps
+    rows = tl.where(is_step, drafts + sequence, -1).to(tl.int64)
+    draft_tokens = tl.load(draft_token_ids_ptr + drafts, mask=is_step, other=-1)
+    maxima_of_rows = tl.zeros([STEPS], dtype=tl.float32)
+    totals = tl.zeros([STEPS], dtype=tl.float64)
+    if is_tested:
+        blocks = tl.arange(0, NUM_BLOCKS)
+        places = rows[:, None] * num_blocks + blocks[None, :]
+        mask = is_step[:, None] & (blocks < num_blocks)[None, :]
+        maxima = tl.load(maxima_ptr + places, mask=mask, other=float("-inf"))
+        weights = tl.load(weights_ptr + places, mask=mask, other=0)
+        maxima_of_rows = finite_or_zero(tl.max(maxima, axis=1))
+        units = tl.exp((maxima - maxima_of_rows[:, None]) / temperature).to(tl.float64)
+        totals = tl.sum(weights.to(tl.float64) * units, axis=1)
+        p_weights = tl.load(draft_weights_ptr + drafts * 2, mask=is_step, other=0).to(tl.float64)
+        q_weights = tl.load(draft_weights_ptr + drafts * 2 + 1, mask=is_step, other=0).to(tl.float64)
+        is_own = blocks[None, :] == (draft_tokens // BLOCK)[:, None]
+        masses = p_weights * tl.sum(tl.where(is_own, units, 0.0), axis=1)
+        position = tl.load(positions_ptr + sequence) + steps
+        w0, w1, _, _ = philox_words(tl.load(seeds_ptr + sequence), position, _ACCEPT, 0)
         # u < p(x) / q(x), multiplied out.
-        is_accepted = uniform(w0, w1) * draft_weight.to(tl.float64) * total < mass * 65536.0
+        is_accepted = uniform(w0, w1) * q_weights * totals < masses * 65536.0
     else:
-        is_accepted = draft_token == row_argmax(row, block_maxima_ptr, block_argmax_ptr, num_blocks, NUM_BLOCKS)
-    tl.store(accepted_ptr + draft, is_accepted.to(tl.int32))
+        scale = 1.4426950408889634 / tl.where(temperature > 0.0, temperature, 1.0)
+        own_tokens = smallest_of_blocks(rows, scale, maxima_ptr, keys_ptr, tokens_ptr, num_blocks, NUM_BLOCKS)
+        is_accepted = draft_tokens == own_tokens
+    num_accepted = tl.min(tl.where(is_step & (is_accepted == 0), steps, num_draft), axis=0)
+    is_next = steps == num_accepted
+    maximum = tl.sum(tl.where(is_next, maxima_of_rows, 0.0), axis=0)
+    return num_accepted, maximum, tl.sum(tl.where(is_next, totals, 0.0), axis=0)
 
 
 @triton.jit
-def _emit_kernel(
+def _last_draw_kernel(
     logits_ptr,  # [num_rows, vocab_size]
     logits_stride,
     replacements_ptr,  # [num_replaced, vocab_size] float32, or None
     replacement_rows_ptr,  # [num_rows] int32, or None
     thresholds_ptr,  # [num_rows] float32, or None
+    group_maxima_ptr,  # [num_rows, num_groups] float32, or None
+    groups_ptr,  # [num_rows, num_groups] int32, room for lists, or None
     temperature_ptr,  # [batch] float32
+    is_coupled_ptr,  # [batch] int32, or None
     cu_num_draft_ptr,  # [batch + 1] int32
     draft_token_ids_ptr,  # [total_draft] int32
     candidate_ids_ptr,  # [total_draft, num_candidates] int32
     candidate_weights_ptr,  # [total_draft, num_candidates] int32
     seeds_ptr,  # [batch] int64
     positions_ptr,  # [batch] int64
-    block_maxima_ptr,  # [num_rows, num_blocks] float32
-    block_argmax_ptr,  # [num_rows, num_blocks] int32
-    block_weights_ptr,  # [num_rows, num_blocks] int64
-    accepted_ptr,  # [total_draft] int32
-    covers_ptr,  # [batch, NUM_CANDIDATES] int64, room for what is taken from the candidates' weights
-    token_ids_ptr,  # [batch, width] int32
+    maxima_ptr,  # [num_rows, num_blocks] float32
+    keys_ptr,  # [num_rows, num_blocks] float32
+    tokens_ptr,  # [num_rows, num_blocks] int32
+    weights_ptr,  # [num_rows, num_blocks] int64
+    draft_weights_ptr,  # [total_draft, 2] int64
+    marks_ptr,  # [batch, num_blocks, BLOCK] int8, room for marks
     num_accepted_ptr,  # [batch] int32
     vocab_size,
     num_blocks,
     num_candidates,
-    width,
+    num_groups,
     BLOCK: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
     NUM_CANDIDATES: tl.constexpr,
-    WIDTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    CHUNK: tl.constexpr,
+    NUM_BLOCKS: tl.constexpr,
+    STEPS: tl.constexpr,
+    IS_FOLLOWING: tl.constexpr,
 ):
     sequence = tl.program_id(0)
+    block = tl.program_id(1)
+    if IS_FOLLOWING:
+        gdc_wait()
     first_draft = tl.load(cu_num_draft_ptr + sequence)
     num_draft = tl.load(cu_num_draft_ptr + sequence + 1) - first_draft
-    steps = tl.arange(0, WIDTH)
-    accepted = tl.load(accepted_ptr + first_draft + steps, mask=steps < num_draft, other=1)
-    num_accepted = tl.min(tl.where((steps < num_draft) & (accepted == 0), steps, num_draft), axis=0)
-    row = (first_draft + sequence + num_accepted).to(tl.int64)
     temperature = tl.load(temperature_ptr + sequence)
-    if temperature > 0.0:
-        recovers = num_accepted < num_draft
-        rejected = first_draft + num_accepted
-        rejected_token = tl.load(draft_token_ids_ptr + rejected, mask=recovers, other=-1)
-        ids, weights, _ = _load_candidates(
-            rejected,
-            rejected_token,
-            candidate_ids_ptr,
-            candidate_weights_ptr,
-            num_candidates,
-            tl.where(recovers, num_candidates, 0),
-            vocab_size,
-            NUM_CANDIDATES,
-        )
-        maximum, block_weights, units, total = row_statistics(
-            row, temperature, block_maxima_ptr, block_weights_ptr, num_blocks, NUM_BLOCKS
-        )
-        p_weights, maxima = _token_weights(
-            ids,
-            row,
-            temperature,
-            logits_ptr,
-            logits_stride,
-            replacements_ptr,
-            replacement_rows_ptr,
-            thresholds_ptr,
-            block_maxima_ptr,
-            vocab_size,
-            num_blocks,
-            BLOCK,
-        )
-        # min(p, q) of the candidates in the units of their blocks. A unit of 0 is a block too unlikely to be drawn.
-        own_units = tl.exp((maxima - maximum) / temperature).to(tl.float64)
-        shares = weights.to(tl.float64) * total / 65536.0 / tl.where(own_units > 0.0, own_units, 1.0)
-        covers = tl.minimum(p_weights.to(tl.float64), shares).to(tl.int64)
-        # Through memory: the tiles below would have every thread work out its share of the covers anew.
-        places = sequence.to(tl.int64) * NUM_CANDIDATES + tl.arange(0, NUM_CANDIDATES)
-        tl.store(covers_ptr + places, tl.where(weights > 0, covers, 0))
-        tl.debug_barrier()
-        covers = tl.load(covers_ptr + places)
-        left = tl.maximum(block_weights - _sums_at(ids // BLOCK, covers, NUM_BLOCKS), 0)
-        if tl.max(left, axis=0) == 0:
-            # p = q up to rounding leaves nothing behind: then p is as good as the residual.
-            left = block_weights
-            covers = covers * 0
-        masses = left.to(tl.float64) * units
-        heaviest = tl.max(masses, axis=0)
-        masses = (masses / tl.where(heaviest > 0.0, heaviest, 1.0) * 17592186044416.0).to(tl.int64)
+    is_tested = (temperature > 0.0) & (num_draft > 0) & (not _load_flag(sequence, is_coupled_ptr))
+    if (not is_tested) & (block > 0):
+        return
+    num_accepted, row_maximum, total = _count_accepted(
+        sequence,
+        first_draft,
+        num_draft,
+        temperature,
+        is_tested,
+        draft_token_ids_ptr,
+        seeds_ptr,
+        positions_ptr,
+        maxima_ptr,
+        keys_ptr,
+        tokens_ptr,
+        weights_ptr,
+        draft_weights_ptr,
+        num_blocks,
+        BLOCK,
+        NUM_BLOCKS,
+        STEPS,
+    )
+    if block == 0:
+        tl.store(num_accepted_ptr + sequence, num_accepted)
+    if not is_tested:
+        return
 
-        purpose = tl.where(recovers, _RECOVER, _BONUS)
-        w0, w1, w2, w3 = philox_words(
-            tl.load(seeds_ptr + sequence), tl.load(positions_ptr + sequence) + num_accepted, purpose
+    draft = first_draft + num_accepted
+    row = (draft + sequence).to(tl.int64)
+    seed = tl.load(seeds_ptr + sequence)
+    position = tl.load(positions_ptr + sequence) + num_accepted
+    threshold = _load_threshold(row, thresholds_ptr)
+    # Candidates of the rejected draft token are drawn apart, by what q leaves of them: the block is drawn without them.
+    recovers = num_accepted < num_draft
+    ids, weights, _ = _load_candidates(
+        draft,
+        tl.load(draft_token_ids_ptr + draft, mask=recovers, other=-1),
+        candidate_ids_ptr,
+        candidate_weights_ptr,
+        tl.where(recovers, num_candidates, 0),
+        vocab_size,
+        NUM_CANDIDATES,
+    )
+    is_here = (weights > 0) & (ids // BLOCK == block)
+    has_marks = tl.max(is_here.to(tl.int32), axis=0) > 0
+    marks_ptr += (sequence.to(tl.int64) * num_blocks + block) * BLOCK
+    if has_marks:
+        tl.store(marks_ptr + tl.arange(0, BLOCK), tl.zeros([BLOCK], dtype=tl.int8))
+        tl.debug_barrier()
+        tl.store(marks_ptr + ids - block * BLOCK, tl.full([NUM_CANDIDATES], 1, tl.int8), mask=is_here)
+        tl.debug_barrier()
+    maximum, key, token, _ = visit_block(
+        row,
+        block,
+        temperature,
+        False,
+        seed,
+        position,
+        threshold,
+        has_marks,
+        marks_ptr,
+        logits_ptr,
+        logits_stride,
+        replacements_ptr,
+        replacement_rows_ptr,
+        group_maxima_ptr,
+        groups_ptr,
+        maxima_ptr,
+        None,
+        vocab_size,
+        num_blocks,
+        num_groups,
+        BLOCK,
+        GROUP,
+        CHUNK,
+    )
+    if has_marks:
+        logits = load_logits(
+            row, ids, logits_ptr, logits_stride, replacements_ptr, replacement_rows_ptr, vocab_size, is_here
         )
-        token = _choose_token(
-            choose(masses, uniform(w2, w3)),
-            uniform(w0, w1),
-            ids,
-            covers,
-            row,
-            temperature,
-            logits_ptr,
-            logits_stride,
-            replacements_ptr,
-            replacement_rows_ptr,
-            thresholds_ptr,
-            block_maxima_ptr,
-            vocab_size,
-            num_blocks,
-            BLOCK,
-        )
-    else:
-        token = row_argmax(row, block_maxima_ptr, block_argmax_ptr, num_blocks, NUM_BLOCKS)
+        logits = tl.where(logits >= threshold, logits, float("-inf"))
+        unit = tl.exp((maximum - row_maximum) / temperature).to(tl.float64)
+        masses = exponential_weights(logits, maximum, temperature).to(tl.float64) * unit
+        covers = weights.to(tl.float64) * total / 65536.0
+        is_left = masses > covers
+        shares = tl.where(is_left, 1.0 - covers / tl.where(is_left, masses, 1.0), 1.0).to(tl.float32)
+        keys = log2_of_exponentials(seed, position, ids) - tl.where(is_left, tl.log2(shares), -_COVERED)
+        keys -= (logits - finite_or_zero(maximum)) * (1.4426950408889634 / temperature)
+        own_key = tl.min(keys, axis=0)
+        own_token = tl.min(tl.where(is_here & (keys == own_key), ids, 2147483647), axis=0)
+        if (own_key < key) | ((own_key == key) & (own_token < token)):
+            key = own_key
+            token = own_token
+    tl.store(keys_ptr + row * num_blocks + block, key)
+    tl.store(tokens_ptr + row * num_blocks + block, token)
+
+
+@triton.jit
+def _emit_kernel(
+    temperature_ptr,  # [batch] float32
+    cu_num_draft_ptr,  # [batch + 1] int32
+    draft_token_ids_ptr,  # [total_draft] int32
+    maxima_ptr,  # [num_rows, num_blocks] float32
+    keys_ptr,  # [num_rows, num_blocks] float32
+    tokens_ptr,  # [num_rows, num_blocks] int32
+    num_accepted_ptr,  # [batch] int32
+    token_ids_ptr,  # [batch, width] int32
+    num_blocks,
+    width,
+    NUM_BLOCKS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    IS_FOLLOWING: tl.constexpr,
+):
+    sequence = tl.program_id(0)
+    if IS_FOLLOWING:
+        gdc_wait()
+    first_draft = tl.load(cu_num_draft_ptr + sequence)
+    temperature = tl.load(temperature_ptr + sequence)
+    num_accepted = tl.load(num_accepted_ptr + sequence)
+    row = (first_draft + sequence + num_accepted).to(tl.int64) + tl.zeros([1], dtype=tl.int64)
+    scale = 1.4426950408889634 / tl.where(temperature > 0.0, temperature, 1.0)
+    token = smallest_of_blocks(row, scale, maxima_ptr, keys_ptr, tokens_ptr, num_blocks, NUM_BLOCKS)
+    steps = tl.arange(0, WIDTH)
     drafts = tl.load(draft_token_ids_ptr + first_draft + steps, mask=steps < num_accepted, other=-1)
     outputs = tl.where(steps == num_accepted, token, drafts)
     tl.store(token_ids_ptr + sequence.to(tl.int64) * width + steps, outputs, mask=steps < width)
-    tl.store(num_accepted_ptr + sequence, num_accepted)
 
 
 def launch_rejection_sample(
@@ -349,62 +404,96 @@ def launch_rejection_sample(
     temperature: torch.Tensor,  # [batch] float32
     seeds: torch.Tensor,  # [batch] int64
     positions: torch.Tensor,  # [batch] int64
+    is_coupled: torch.Tensor | None,  # [batch] int32
     filters: Filters,
     max_num_draft_tokens: int,
     block_size: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # [batch, max_num_draft_tokens + 1] int32, [batch] int32
     """Token ids and numbers of accepted tokens, as `RejectionSample` describes them."""
     device, batch_size, width = temperature.device, len(temperature), max_num_draft_tokens + 1
-    vocab_size, num_candidates = logits.logits.shape[1], candidate_ids.shape[1]
-    token_ids = torch.empty((batch_size, width), dtype=torch.int32, device=device)
-    num_accepted = torch.empty(batch_size, dtype=torch.int32, device=device)
+    num_rows, vocab_size = logits.logits.shape
+    num_candidates = candidate_ids.shape[1]
+    num_blocks = triton.cdiv(vocab_size, block_size)
+
+    def room(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    token_ids = room(batch_size, width, dtype=torch.int32)
+    # Where nothing can be accepted, no kernel counts.
+    num_accepted = (torch.empty if max_num_draft_tokens else torch.zeros)(batch_size, dtype=torch.int32, device=device)
     if batch_size == 0:
         return token_ids, num_accepted
 
     temperature, cu_num_draft_tokens = temperature.contiguous(), cu_num_draft_tokens.contiguous()
-    has_filters = any(values is not None for values in filters)
-    statistics = launch_block_statistics(
-        logits, temperature, cu_num_draft_tokens, width, block_size, has_weights=True, has_groups=has_filters
-    )
-    thresholds = None
-    if has_filters:
+    maxima, thresholds, group_maxima, groups = room(num_rows, num_blocks, dtype=torch.float32), None, None, None
+    if any(values is not None for values in filters):
+        statistics = launch_block_statistics(
+            logits, temperature, cu_num_draft_tokens, width, block_size, has_weights=True
+        )
         thresholds = launch_thresholds(logits, statistics, temperature, filters, cu_num_draft_tokens, width)
-        launch_kept_weights(statistics, logits, thresholds, temperature, cu_num_draft_tokens, width)
-
-    # What both kernels read.
-    accepted = torch.empty(len(draft_token_ids), dtype=torch.int32, device=device)
+        maxima, group_maxima = statistics.maxima, statistics.group_maxima
+        groups = torch.empty_like(group_maxima, dtype=torch.int32)
+    keys, tokens = torch.empty_like(maxima), torch.empty_like(maxima, dtype=torch.int32)
+    # What both kernels that read logits take.
     inputs = (
         logits.logits,
         logits.logits.stride(0),
         logits.replacements,
         logits.replacement_rows,
         thresholds,
+        group_maxima,
+        groups,
         temperature,
+        None if is_coupled is None else is_coupled.contiguous(),
         cu_num_draft_tokens,
         *(tensor.contiguous() for tensor in (draft_token_ids, candidate_ids, candidate_weights, seeds, positions)),
-        statistics.maxima,
-        statistics.argmax,
-        statistics.weights,
-        accepted,
+        maxima,
+        keys,
+        tokens,
+        torch.empty_like(maxima, dtype=torch.int64),
+        room(len(draft_token_ids), 2, dtype=torch.int64),
     )
-    sizes = {"vocab_size": vocab_size, "num_blocks": statistics.num_blocks, "num_candidates": num_candidates}
-    shapes = {
+    group_size = min(GROUP_SIZE, block_size)
+    sizes = {
+        "vocab_size": vocab_size,
+        "num_blocks": num_blocks,
+        "num_candidates": num_candidates,
+        "num_groups": num_blocks * block_size // group_size,
         "BLOCK": block_size,
-        "NUM_BLOCKS": triton.next_power_of_2(statistics.num_blocks),
         "NUM_CANDIDATES": triton.next_power_of_2(max(num_candidates, 1)),
+        "GROUP": group_size,
+        "CHUNK": min(CHUNK, block_size // group_size),
     }
+    num_padded_blocks, is_following = triton.next_power_of_2(num_blocks), has_dependent_launch(device)
     # Sequences go on the grid's first axis, the only one that may pass 65,535.
+    _blocks_kernel[(batch_size, width, num_blocks)](*inputs, **sizes, num_warps=4)
     if max_num_draft_tokens:
-        _accept_kernel[(batch_size, max_num_draft_tokens)](*inputs, **sizes, **shapes, num_warps=1)
+        _last_draw_kernel[(batch_size, num_blocks)](
+            *inputs,
+            room(batch_size, num_blocks, block_size, dtype=torch.int8),
+            num_accepted,
+            **sizes,
+            NUM_BLOCKS=num_padded_blocks,
+            STEPS=triton.next_power_of_2(max_num_draft_tokens),
+            IS_FOLLOWING=is_following,
+            num_warps=4,
+            launch_pdl=is_following,
+        )
     _emit_kernel[(batch_size,)](
-        *inputs,
-        torch.empty((batch_size, shapes["NUM_CANDIDATES"]), dtype=torch.int64, device=device),
-        token_ids,
+        temperature,
+        cu_num_draft_tokens,
+        draft_token_ids,
+        maxima,
+        keys,
+        tokens,
         num_accepted,
-        width=width,
+        token_ids,
+        num_blocks,
+        width,
+        NUM_BLOCKS=num_padded_blocks,
         WIDTH=triton.next_power_of_2(width),
-        **sizes,
-        **shapes,
-        num_warps=8,
+        IS_FOLLOWING=is_following,
+        num_warps=1,
+        launch_pdl=is_following,
     )
     return token_ids, num_accepted

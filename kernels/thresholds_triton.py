@@ -333,5 +333,5 @@ def thresholds_of_rows(
 ) -> torch.Tensor:  # [num_rows] float32
     """`logit_thresholds` on the GPU, with the parameters expanded to rows."""
     temperatures = temperatures.contiguous()
-    statistics = launch_block_statistics(logits, temperatures, None, 1, BLOCK_SIZE, has_weights=True, has_groups=True)
+    statistics = launch_block_statistics(logits, temperatures, None, 1, BLOCK_SIZE, has_weights=True)
     return launch_thresholds(logits, statistics, temperatures, filters, None, 1)

@@ -32,6 +32,7 @@ TYPES = {
     torch.float32: "*fp32",
     torch.bfloat16: "*bf16",
     torch.float16: "*fp16",
+    torch.int8: "*i8",
     torch.int16: "*i16",
     torch.int32: "*i32",
     torch.int64: "*i64",
@@ -85,7 +86,7 @@ def cases() -> Iterator[Case]:
     yield make_case([0, 4, 2, 3], 128_256, dtype=torch.bfloat16, num_candidates=64)
     yield make_case([0, 4, 2, 3], 128_256, dtype=torch.bfloat16, num_candidates=64, has_filters=True)
     yield make_case([0, 32], 4_097, dtype=torch.float16, has_filters=True, has_penalties=True)
-    yield make_case([0, 0], 16)
+    yield make_case([0, 0], 16, has_coupled=False)
 
 
 def main() -> None:
@@ -95,7 +96,9 @@ def main() -> None:
         for case in prepared:
             case.run()
         # 20: the slots of fewer candidates are padded differently. 256: tiles of all pairs would not fit in registers.
-        for case, num_candidates in zip((*prepared[:2], *prepared[:2]), (64, 20, 256, 128), strict=True):
+        for case, num_candidates, num_outcomes in zip(
+            (*prepared[:2], *prepared[:2]), (64, 20, 256, 128), (4, 1, 8, 0), strict=True
+        ):
             draft_sample(
                 case.target_logits[: len(case.seeds)],
                 case.temperature,
@@ -105,12 +108,14 @@ def main() -> None:
                 num_candidates=num_candidates,
                 # As the services draft.
                 max_candidates=torch.ones_like(case.seeds, dtype=torch.int32),
+                is_coupled=case.is_coupled,
+                num_outcomes=num_outcomes,
             )
         for case in prepared:
             logits = case.target_logits
             tables = PenaltyTables.empty(2, logits.shape[1], logits.device)
             apply_penalty_tables(logits, torch.zeros(len(logits), dtype=torch.int32), tables)
-        random_words(case.seeds, case.positions, Purpose.BONUS)
+        random_words(case.seeds, case.positions, Purpose.ACCEPT)
     names = Counter(key.split()[0] for key in compiled)
     print(
         json.dumps(

@@ -27,6 +27,7 @@ class Case:
     seeds: torch.Tensor
     positions: torch.Tensor
     max_num_draft_tokens: int
+    is_coupled: torch.Tensor | None = None
     top_k: torch.Tensor | None = None
     top_p: torch.Tensor | None = None
     min_p: torch.Tensor | None = None
@@ -57,8 +58,9 @@ def make_case(
     seed: int = 0,
     has_filters: bool = False,
     has_penalties: bool = False,
+    has_coupled: bool = True,
 ) -> Case:
-    """A batch in which greedy, random and one-hot drafts mix, with draft logits not far from the target's."""
+    """A batch in which greedy, random, coupled and one-hot drafts mix, with draft logits not far from the target's."""
     generator = torch.Generator().manual_seed(seed)
     batch_size, total = len(num_draft), sum(num_draft)
     counts = torch.tensor(num_draft, dtype=torch.int64)
@@ -74,12 +76,15 @@ def make_case(
     seeds = torch.randint(-(2**63), 2**63 - 1, (batch_size,), generator=generator)
     positions = torch.randint(0, 2**33, (batch_size,), generator=generator)
     steps = torch.arange(total) - cu[draft_sequences]
+    # Neither in step with the temperatures nor with the filters.
+    is_coupled = (sequences % 5 % 2).int() if has_coupled else None
     drafts = draft_sample(
         draft_logits,
         temperature[draft_sequences],
         seeds[draft_sequences],
         positions[draft_sequences] + steps,
         num_candidates=num_candidates,
+        is_coupled=None if is_coupled is None else is_coupled[draft_sequences],
     )
     weights = drafts.candidate_weights
     weights[::5] = 0
@@ -110,6 +115,7 @@ def make_case(
         seeds,
         positions,
         max(num_draft, default=0),
+        is_coupled,
         torch.tensor([0, 5, 0, 9], dtype=torch.int32)[sequences % 4] if has_filters else None,
         torch.tensor([1.0, 0.9, 0.8])[sequences % 3] if has_filters else None,
         torch.tensor([0.0, 0.0, 0.0, 0.0, 0.05])[sequences % 5] if has_filters else None,

@@ -10,11 +10,12 @@ from tests.compiling import report_of
 def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
     result = report_of("tests.kernels.compile_sampling", cache=tmp_path)
     assert set(result["kernels"]) == {
-        "_accept_kernel",
         "_block_statistics_kernel",
+        "_blocks_kernel",
         "_draft_sample_kernel",
         "_emit_kernel",
-        "_kept_weights_kernel",
+        "_group_keys_kernel",
+        "_last_draw_kernel",
         "_penalties_kernel",
         "_penalty_tables_kernel",
         "_random_words_kernel",

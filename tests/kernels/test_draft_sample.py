@@ -11,7 +11,8 @@ from scipy import stats
 from kernels.draft_sample import DraftSample, draft_sample
 from kernels.integer_weights import exponential_weights
 from kernels.limits import NUM_CANDIDATES, WEIGHT_TOTAL
-from kernels.random import Purpose, random_words
+from kernels.random import Purpose, random_words, target_exponentials
+from kernels.rejection_sample import rejection_sample
 from tests.kernels.conftest import TritonDevice, poisoned_memory
 from tests.kernels.sampling_cases import shaped_probabilities
 
@@ -26,7 +27,9 @@ def inputs(batch_size: int, vocab_size: int, scale: float = 2.0) -> dict[str, to
     }
 
 
-def sample(arguments: dict[str, torch.Tensor], num_candidates: int = NUM_CANDIDATES) -> DraftSample:
+def sample(
+    arguments: dict[str, torch.Tensor], num_candidates: int = NUM_CANDIDATES, num_outcomes: int = 0
+) -> DraftSample:
     return draft_sample(
         arguments["logits"],
         arguments["temperature"],
@@ -36,6 +39,8 @@ def sample(arguments: dict[str, torch.Tensor], num_candidates: int = NUM_CANDIDA
         top_p=arguments.get("top_p"),
         num_candidates=num_candidates,
         max_candidates=arguments.get("max_candidates"),
+        is_coupled=arguments.get("is_coupled"),
+        num_outcomes=num_outcomes,
     )
 
 
@@ -48,21 +53,32 @@ def assert_same(output: DraftSample, expected: DraftSample) -> None:
     is_equal = (differences == 0).all(dim=1)
     assert int(is_equal.sum()) >= 5
     assert torch.equal(output.token_ids.cpu()[is_equal], expected.token_ids[is_equal])
+    if expected.outcome_ids is not None:
+        assert output.outcome_ids is not None
+        assert torch.equal(output.outcome_ids.cpu()[is_equal], expected.outcome_ids[is_equal])
+        # The distance to an infinite logit, taken for the largest number, overflows in some units.
+        scores, wanted = (part.outcome_scores.cpu()[is_equal].clamp_min(-1e37) for part in (output, expected))
+        assert torch.allclose(scores, wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("vocab_size", "num_candidates"), [(16, 64), (63, 64), (111, 20), (1000, 64), (1000, 200), (1000, 1)]
+    ("vocab_size", "num_candidates", "num_outcomes"),
+    [(16, 64, 0), (63, 64, 8), (111, 20, 3), (1000, 64, 0), (1000, 200, 4), (1000, 1, 1)],
 )
-def test_triton_equals_reference(triton_device: TritonDevice, vocab_size: int, num_candidates: int) -> None:
+def test_triton_equals_reference(
+    triton_device: TritonDevice, vocab_size: int, num_candidates: int, num_outcomes: int
+) -> None:
     arguments = inputs(13, vocab_size)
+    if vocab_size != 63:
+        arguments["is_coupled"] = (torch.arange(13) % 3 == 1).int()
     arguments["logits"][3] = torch.nan
     arguments["logits"][6, :5] = torch.inf
     filters = {"top_p": torch.tensor([0.9, 1.0]).repeat(7)[:13]} if vocab_size == 111 else {}
     with poisoned_memory():
-        expected = sample(arguments | filters, num_candidates)
+        expected = sample(arguments | filters, num_candidates, num_outcomes)
     with triton_device() as device:
         moved = {name: value.to(device) for name, value in (arguments | filters).items()}
-        output = sample(moved, num_candidates)
+        output = sample(moved, num_candidates, num_outcomes)
     assert_same(output, expected)
 
 
@@ -241,6 +257,79 @@ def test_a_sequence_of_fewer_candidates_is_sampled_from_them_alone(
             assert bool((is_drawn & (reference.candidate_weights[row] > 0)).any())
 
 
+@pytest.mark.parametrize("filters", [{}, {"top_k": 5, "top_p": 0.9, "min_p": 0.02}])
+def test_a_coupled_draft_is_what_the_target_would_draw(device: torch.device, filters: dict[str, float]) -> None:
+    """A drafter that has the target's logits predicts every token that the target chooses itself, over all tokens."""
+    n = 300
+    arguments = {name: value.to(device) for name, value in inputs(n, 700).items()}
+    shaping = {
+        name: torch.full((n,), value, dtype=torch.int32 if name == "top_k" else torch.float32, device=device)
+        for name, value in filters.items()
+    }
+    no_drafts = torch.empty((0, 1), dtype=torch.int32, device=device)
+    target = rejection_sample(
+        arguments["logits"],
+        torch.zeros(n + 1, dtype=torch.int32, device=device),
+        no_drafts[:, 0],
+        no_drafts,
+        no_drafts,
+        arguments["temperature"],
+        arguments["seeds"],
+        arguments["positions"],
+        max_num_draft_tokens=0,
+        **shaping,  # type: ignore[arg-type]  # one type for all of them
+    )
+    output = sample(arguments | shaping | {"is_coupled": torch.ones(n, dtype=torch.int32, device=device)}, 4, 3)
+    assert torch.equal(output.token_ids, target.token_ids[:, 0])
+    assert not output.candidate_weights.any()
+    assert output.outcome_ids is not None
+    assert torch.equal(output.outcome_ids[:, 0], output.token_ids)
+    is_among_candidates = (sample(arguments, 4).candidate_ids == output.token_ids[:, None]).any(dim=1)
+    assert bool(filters) or not bool(is_among_candidates.all())
+
+
+def test_outcomes_are_ranked_by_their_definition(device: torch.device) -> None:
+    """Coupled: log q + g over all tokens; greedy: the logits; else what was drawn, then log q + g among candidates."""
+    n, vocab_size, num_candidates, num_outcomes = 60, 90, 12, 5
+    arguments = inputs(n, vocab_size)
+    is_coupled = (torch.arange(n) % 3 == 0).int()
+    arguments |= {"is_coupled": is_coupled, "top_p": torch.full((n,), 0.9), "max_candidates": torch.full((n,), 6).int()}
+    moved = {name: value.to(device) for name, value in arguments.items()}
+    output = sample(moved, num_candidates, num_outcomes)
+    without = sample(moved, num_candidates)
+    for name in ("token_ids", "candidate_ids", "candidate_weights"):
+        assert torch.equal(getattr(output, name), getattr(without, name))
+    assert output.outcome_ids is not None
+    assert output.outcome_scores is not None
+    noise = target_exponentials(arguments["seeds"], arguments["positions"], vocab_size)
+    num_replaced = 0
+    for row in range(n):
+        logits, temperature = arguments["logits"][row].double(), float(arguments["temperature"][row])
+        ids, scores = output.outcome_ids[row].tolist(), output.outcome_scores[row].double().cpu()
+        assert len(set(ids)) == num_outcomes
+        assert ids[0] == int(output.token_ids[row])
+        if temperature == 0:
+            expected = logits - logits.max()
+            assert ids == logits.argsort(descending=True)[:num_outcomes].tolist()
+        else:
+            p = shaped_probabilities(logits[None].numpy(), temperature, top_p=0.9)[0]
+            log_q = torch.from_numpy(p).log()
+            if is_coupled[row]:
+                expected = log_q - log_q.max() - noise[row].log()
+                best = expected
+            else:
+                candidates = logits.argsort(descending=True)[:num_candidates]
+                log_q = torch.full_like(logits, -torch.inf).scatter(0, candidates, log_q[candidates])
+                expected = log_q - log_q.exp().sum().log() - noise[row].log()
+                best = expected.scatter(0, torch.tensor(ids[0]), torch.inf)
+                num_replaced += ids[0] != int(expected.argmax())
+            is_possible = best[ids] > -torch.inf
+            ranked = best.argsort(descending=True)[: int(is_possible.sum())].tolist()
+            assert ids[: len(ranked)] == ranked
+        assert torch.allclose(scores, expected[ids], atol=1e-5)
+    assert num_replaced > 5
+
+
 def test_arguments_are_checked() -> None:
     arguments = inputs(3, 16)
     for name, value in {
@@ -248,9 +337,23 @@ def test_arguments_are_checked() -> None:
         "seeds": torch.zeros(3),
         "positions": torch.zeros(2),
         "max_candidates": torch.ones(3),
+        "is_coupled": torch.ones(3, dtype=torch.bool),
     }.items():
         with pytest.raises(ValueError, match=name):
             sample(arguments | {name: value})
     for num_candidates in (0, 1025):
         with pytest.raises(ValueError, match="num_candidates"):
             sample(arguments, num_candidates)
+    for num_outcomes in (-1, 4, 9):
+        with pytest.raises(ValueError, match="num_outcomes"):
+            sample(arguments, 3 if num_outcomes == 4 else 64, num_outcomes)
+    with pytest.raises(ValueError, match="out has no room for outcomes"):
+        draft_sample(
+            arguments["logits"],
+            arguments["temperature"],
+            arguments["seeds"],
+            arguments["positions"],
+            num_candidates=8,
+            num_outcomes=2,
+            out=sample(arguments, 8),
+        )

@@ -6,8 +6,7 @@ over several verify steps, 200,000 at a time, and their joint distribution is kn
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 import numpy as np
@@ -19,7 +18,7 @@ from kernels import rejection_sample_reference
 from kernels.draft_sample import DraftSample, draft_sample
 from kernels.limits import WEIGHT_TOTAL
 from kernels.penalties import PenalizedSequence, Penalties, TokenHistory
-from kernels.random import Purpose, keyed_words, random_words
+from kernels.random import Purpose, keyed_words, random_words, target_exponentials
 from kernels.rejection_sample import RejectionSample, rejection_sample
 from tests.kernels.sampling_cases import shaped_probabilities
 
@@ -51,6 +50,7 @@ class Setting:
     top_p: float = 1.0
     min_p: float = 0.0
     is_one_hot: bool = False
+    is_coupled: bool = False
 
     def probabilities(self) -> Array:  # [vocab_size, vocab_size]
         return shaped_probabilities(self.target.numpy(), self.temperature, self.top_k, self.top_p, self.min_p)
@@ -79,6 +79,11 @@ SETTINGS = {
     "cool, top-k, top-p": Setting(table(2), table(2) + table(3, 0.7), temperature=0.7, top_k=9, top_p=0.9),
     "warm, min-p": Setting(table(4), table(4) + table(5, 0.5), temperature=1.3, min_p=0.08),
     "one-hot": Setting(table(6), table(6) + table(7, 0.5), num_draft_tokens=2, is_one_hot=True),
+    "plain": Setting(table(8), table(8), num_draft_tokens=0, temperature=0.8, top_p=0.95),
+    "coupled, opposed": Setting(table(1), -table(1), is_coupled=True),
+    "coupled, top-k, top-p": Setting(
+        table(2), table(2) + table(3, 0.7), temperature=0.7, top_k=9, top_p=0.9, is_coupled=True
+    ),
 }
 
 
@@ -89,10 +94,12 @@ def generate(
     *,
     num_trials: int = NUM_TRIALS,
     reported: DraftSample | None = None,
+    draws_with_target_noise: bool = False,
 ) -> tuple[torch.Tensor, list[int]]:  # [num_trials, num_tokens], accepted counts
     """Tokens behind START of many sequences, and how many draft tokens the first step accepted of each.
 
-    `reported` plants a bug: the verifier is told this q instead of the one that the tokens were drawn from.
+    Two bugs can be planted: the verifier is told the q of `reported` instead of the one that the tokens were drawn from;
+    tokens that are tested by p and q are drawn with TARGET noise.
     """
     k = setting.num_draft_tokens
     target = setting.target.to(device)
@@ -113,6 +120,10 @@ def generate(
             return tokens[:, 1 : num_tokens + 1], first_accepted
         before = [tokens[alive, lengths[alive] - 1]]
         for step in range(k):
+            if setting.is_coupled or draws_with_target_noise:
+                logits = setting.draft.to(device)[before[-1]] / setting.temperature
+                before.append(drawn_with_target_noise(logits, seeds[alive], lengths[alive] + step))
+                continue
             # What draft_sample does with these weights and this noise, of which test_draft_sample makes sure.
             draws = random_words(seeds[alive], lengths[alive] + step, Purpose.DRAFT)[:, :1] >> 16
             places = (ends[before[-1]] <= draws).sum(dim=1).clamp_max_(VOCAB_SIZE - 1)
@@ -123,12 +134,13 @@ def generate(
             target[prefix].view(n * (k + 1), VOCAB_SIZE),
             torch.arange(n + 1, dtype=torch.int32, device=device) * k,
             prefix[:, 1:].reshape(-1).int(),
-            told_ids[prefix[:, :-1]].view(n * k, -1),
-            told_weights[prefix[:, :-1]].view(n * k, -1),
+            told_ids[prefix[:, :-1]].reshape(n * k, VOCAB_SIZE),
+            told_weights[prefix[:, :-1]].reshape(n * k, VOCAB_SIZE),
             torch.full((n,), setting.temperature, device=device),
             seeds[alive],
             lengths[alive],
             max_num_draft_tokens=k,
+            is_coupled=torch.full((n,), int(setting.is_coupled), dtype=torch.int32, device=device),
             **setting.filters(n, device),
         )
         first_accepted = first_accepted or output.num_accepted.tolist()
@@ -136,6 +148,16 @@ def generate(
             emits = output.num_accepted >= step
             tokens[alive[emits], lengths[alive[emits]] + step] = output.token_ids[emits, step].long()
         lengths[alive] += output.num_accepted + 1
+
+
+def drawn_with_target_noise(
+    logits: torch.Tensor,  # [n, VOCAB_SIZE], over temperature
+    seeds: torch.Tensor,  # [n] int64
+    positions: torch.Tensor,  # [n] int64
+) -> torch.Tensor:  # [n] int64
+    """The best of log q + g."""
+    noise = target_exponentials(seeds.cpu(), positions.cpu(), VOCAB_SIZE).to(logits.device)
+    return (logits - noise.log()).argmax(dim=1)
 
 
 def chi_squared(outcomes: torch.Tensor, probabilities: Array) -> tuple[float, float]:
@@ -174,19 +196,51 @@ def test_output_is_distributed_as_the_target(device: torch.device, name: str) ->
     assert {0, setting.num_draft_tokens} <= set(accepted)  # both rejections and full acceptances happened
 
 
-def shared_noise(purpose: Purpose, instead: Purpose) -> Callable[..., torch.Tensor]:
-    """Plants a bug: one purpose gets the noise of another."""
+@pytest.mark.parametrize("name", ["coupled, opposed", "coupled, top-k, top-p"])
+def test_coupled_output_is_the_plain_one(device: torch.device, name: str) -> None:
+    """Token for token, whatever the drafter does."""
+    setting = SETTINGS[name]
+    plain = replace(setting, num_draft_tokens=0, is_coupled=False)
+    expected, _ = generate(plain, 5, device, num_trials=5000)
+    for draft in (setting.draft, torch.zeros_like(setting.draft)):
+        tokens, accepted = generate(replace(setting, draft=draft), 5, device, num_trials=5000)
+        assert torch.equal(tokens, expected)
+        assert {0, setting.num_draft_tokens} <= set(accepted)
 
-    def words(seeds: torch.Tensor, positions: torch.Tensor, purposes: torch.Tensor) -> torch.Tensor:
-        return keyed_words(seeds, positions, torch.where(purposes == purpose, int(instead), purposes))
 
-    return words
+def test_each_branch_has_its_distribution(device: torch.device) -> None:
+    """Recovered tokens follow the positive part of p - q, bonus tokens p behind the draft: errors of one branch that the
+    others would water down."""
+    setting = replace(SETTINGS["opposed"], num_draft_tokens=1)
+    tokens, accepted = generate(setting, 2, device)
+    q = setting.drafter()
+    row = np.zeros(VOCAB_SIZE)
+    row[q.candidate_ids[START].numpy()] = q.candidate_weights[START].numpy() / WEIGHT_TOTAL
+    p = setting.probabilities()
+    is_accepted = torch.tensor(accepted) == 1
+    residual = np.maximum(p[START] - row, 0)
+    statistic, limit = chi_squared(tokens.cpu()[~is_accepted, 0], residual / residual.sum())
+    assert statistic < limit
+    overlap = np.minimum(p[START], row)
+    pairs = tokens.cpu()[is_accepted, 0] * VOCAB_SIZE + tokens.cpu()[is_accepted, 1]
+    statistic, limit = chi_squared(pairs, overlap[:, None] / overlap.sum() * p)
+    assert statistic < limit
 
 
-@pytest.mark.parametrize("purpose", [Purpose.RECOVER, Purpose.ACCEPT])
-def test_catches_noise_shared_with_the_draft(monkeypatch: pytest.MonkeyPatch, purpose: Purpose) -> None:
-    """Planted bug: the recovered token, or the acceptance test, reuses the noise that drew the draft token."""
-    monkeypatch.setattr(rejection_sample_reference, "keyed_words", shared_noise(purpose, Purpose.DRAFT))
+def test_catches_recovery_from_the_drafts_own_noise(device: torch.device) -> None:
+    """Planted bug: TARGET noise draws the draft token that p and q test, and what is recovered in its place."""
+    setting = SETTINGS["opposed"]
+    tokens, _ = generate(setting, 1, device, num_trials=NUM_TRIALS // 4, draws_with_target_noise=True)
+    assert worst_ratio(setting, tokens) > 5
+
+
+def test_catches_acceptance_by_the_drafts_own_noise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted bug: the test of p and q reuses the noise that drew the draft token."""
+
+    def words(seeds: torch.Tensor, positions: torch.Tensor, purpose: Purpose) -> torch.Tensor:
+        return keyed_words(seeds, positions, Purpose.DRAFT if purpose == Purpose.ACCEPT else purpose)
+
+    monkeypatch.setattr(rejection_sample_reference, "keyed_words", words)
     setting = SETTINGS["opposed"]
     tokens, _ = generate(setting, 1, torch.device("cpu"), num_trials=NUM_TRIALS // 4)
     assert worst_ratio(setting, tokens) > 5

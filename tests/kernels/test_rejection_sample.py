@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
+import numpy as np
 import pytest
 import torch
 
-from kernels import rejection_sample_reference
+from kernels import random
 from kernels.limits import MAX_DRAFT_TOKENS, WEIGHT_TOTAL
 from kernels.rejection_sample import RejectionSample
 from tests.kernels.conftest import TritonDevice, poisoned_memory
@@ -116,6 +117,7 @@ def single(case: Case, sequence: int) -> Case:
         temperature=case.temperature[one],
         seeds=case.seeds[one],
         positions=case.positions[one],
+        is_coupled=None if case.is_coupled is None else case.is_coupled[one],
         top_k=None if case.top_k is None else case.top_k[one],
         top_p=None if case.top_p is None else case.top_p[one],
         min_p=None if case.min_p is None else case.min_p[one],
@@ -202,23 +204,28 @@ def test_impossible_tokens_are_never_emitted(device: torch.device) -> None:
     assert set(filtered.token_ids[filtered.num_accepted == 1, 1].tolist()) == {0, 1}
 
 
-@pytest.mark.parametrize("extreme", [0.0, 1 - 2.0**-53])
-def test_extreme_noise_draws_nothing_impossible(monkeypatch: pytest.MonkeyPatch, extreme: float) -> None:
-    """First and last tokens have no probability: cumulative sums must not land on them at noise 0 or next to 1."""
-    noise = torch.tensor(extreme, dtype=torch.float64)
+@pytest.mark.parametrize("extreme", [0, 0xFFFFFFFF])
+@pytest.mark.parametrize("is_coupled", [0, 1])
+def test_extreme_noise_draws_nothing_impossible(
+    monkeypatch: pytest.MonkeyPatch, extreme: int, is_coupled: int
+) -> None:
+    """First and last tokens have no probability: equal noise for all of them must not choose one of those."""
+    words = np.uint64(extreme)
     monkeypatch.setattr(
-        rejection_sample_reference, "uniforms", lambda words: (noise.expand(len(words)), noise.expand(len(words)))
+        random, "_philox", lambda counter, key: (np.broadcast_to(words, np.broadcast_shapes(*map(np.shape, counter))),) * 4
     )
     logits = torch.full((2, 40), -torch.inf)
     logits[:, 13:27] = 0.5 * torch.randn(2, 14)
     case = one_draft(logits, 14, [14, 30], [1, WEIGHT_TOTAL - 1], 4)
+    case = replace(case, is_coupled=torch.full((4,), is_coupled, dtype=torch.int32))
     for block_size in (4, 8, 4096):
         output = case.run(_block_size=block_size)
         tokens = output.token_ids[output.token_ids >= 0]
         assert bool(((tokens >= 13) & (tokens < 27)).all())
-    # q is p but for rounding: rejected at noise next to 1, if at all, and then with hardly any residual.
-    same = one_draft(torch.zeros(2, 2), 0, [0, 1], [WEIGHT_TOTAL // 2] * 2, 4).run()
-    assert same.num_accepted.tolist() == [1] * 4
+    if not is_coupled:
+        # q is p but for rounding: rejected at noise next to 1, if at all, and then with hardly any residual.
+        same = one_draft(torch.zeros(2, 2), 0, [0, 1], [WEIGHT_TOTAL // 2] * 2, 4).run()
+        assert same.num_accepted.tolist() == [1] * 4
 
 
 def test_certain_target_and_certain_draft(device: torch.device) -> None:
@@ -228,6 +235,59 @@ def test_certain_target_and_certain_draft(device: torch.device) -> None:
     assert set(map(tuple, accepted.token_ids.tolist())) == {(0, 0)}
     rejected = one_draft(logits, 2, [2, 1], [30_000, WEIGHT_TOTAL - 30_000]).on(device).run()
     assert set(map(tuple, rejected.token_ids.tolist())) == {(0, -1)}
+
+
+def test_nothing_left_of_p_draws_from_p(triton_device: TritonDevice) -> None:
+    """A q that claims more than there is, as only a broken drafter's can, leaves nothing: a token of p follows."""
+    logits = torch.full((2, 100), -torch.inf)
+    logits[:, [7, 40, 90]] = 0.0
+    full = WEIGHT_TOTAL - 1
+    expected = one_draft(logits, 8, [7, 8, 40, 90], [full] * 4, 300).run(_block_size=32)
+    case = one_draft(logits, 8, [7, 8, 40, 90], [full] * 4, 10)
+    with triton_device() as device:
+        output = case.on(device).run(_block_size=32)
+    assert torch.equal(output.token_ids.cpu(), expected.token_ids[:10])
+    assert expected.num_accepted.tolist() == [0] * 300
+    counts = torch.bincount(expected.token_ids[:, 0].long(), minlength=100)
+    assert int(counts.sum()) == int(counts[[7, 40, 90]].sum())
+    assert int(counts[[7, 40, 90]].min()) > 60
+
+
+def test_coupled_tokens_are_the_targets_own(triton_device: TritonDevice) -> None:
+    """Whatever is drafted, a coupled sequence gets what it would get without drafts; so does the neighbour of any kind."""
+    case = make_case([3, 4, 2, 0, 1, 4, 3, 4], 111, has_filters=True)
+    case = replace(case, is_coupled=torch.ones(8, dtype=torch.int32))
+    plain = replace(
+        case,
+        cu_num_draft_tokens=torch.arange(len(case.target_logits) + 1, dtype=torch.int32) * 0,
+        draft_token_ids=case.draft_token_ids[:0],
+        candidate_ids=case.candidate_ids[:0],
+        candidate_weights=case.candidate_weights[:0],
+        max_num_draft_tokens=0,
+        is_coupled=None,
+        **per_row(case),
+    )
+    own = plain.run().token_ids[:, 0]
+    with triton_device() as device:
+        assert torch.equal(plain.on(device).run().token_ids[:, 0].cpu(), own)
+        output = case.on(device).run()
+    assert_well_formed(output, case)
+    starts = case.cu_num_draft_tokens[:-1] + torch.arange(8)
+    counts = set()
+    for sequence, count in enumerate(output.num_accepted.tolist()):
+        row = int(starts[sequence])
+        assert torch.equal(output.token_ids[sequence, : count + 1].cpu(), own[row : row + count + 1])
+        counts.add(count)
+    assert len(counts) > 1
+
+
+def per_row(case: Case) -> dict[str, torch.Tensor]:
+    """What belongs to sequences, for each row as a sequence of its own."""
+    num_rows = case.cu_num_draft_tokens.diff() + 1
+    sequences = torch.arange(len(num_rows)).repeat_interleave(num_rows)
+    steps = torch.arange(len(sequences)) - (num_rows.cumsum(0) - num_rows)[sequences]
+    names = ("temperature", "seeds", "top_k", "top_p", "min_p")
+    return {name: getattr(case, name)[sequences] for name in names} | {"positions": case.positions[sequences] + steps}
 
 
 @pytest.mark.parametrize("fill", [torch.nan, -torch.inf, torch.inf])
@@ -284,6 +344,7 @@ def test_arguments_are_checked() -> None:
         "temperature": replace(case, temperature=case.temperature.double()),
         "seeds": replace(case, seeds=case.seeds.int()),
         "positions": replace(case, positions=case.positions[:1]),
+        "is_coupled": replace(case, is_coupled=torch.ones(2, dtype=torch.bool)),
         "top_p": replace(case, top_p=case.top_k),
         "max_num_draft_tokens": replace(case, max_num_draft_tokens=MAX_DRAFT_TOKENS + 1),
     }
