@@ -128,8 +128,8 @@ async def test_tokens_and_speculation_add_up(observed: Observed) -> None:
     assert verifier.total("outrider_verifier_acceptance_length_sum") == (
         accepted + origins["recovered"] + origins["bonus"]
     )
-    # Each expansion brings a draft token, which is verified, or is still there when its sequence ends; and each rejection
-    # a new tree.
+    # Each expansion brings a draft token, which is verified, or is still there when its sequence ends. In turns each
+    # rejection is answered by a new tree.
     assert drafter.total("outrider_drafter_expansions_total") >= drafted
     assert drafter.total("outrider_drafter_children_total") >= drafter.total("outrider_drafter_expansions_total")
     assert drafter.total("outrider_drafter_roots_total") >= origins["recovered"] > 0
