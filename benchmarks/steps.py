@@ -3,10 +3,10 @@
     python -m benchmarks.steps --pair DIR --out FILE
 
 `graph` is the forward pass in a CUDA graph, which is how the services run it; `eager` is `ModelRunner.execute` from the
-call to the end of its work on the device, host work included. `wall` of the drafter's loop is a round of its executor,
-from rows to draft tokens on the host. `floor` is the bytes that must be read (weights once, keys and values once) over
-the bandwidth of a large copy, measured first. `products` are the step's matrix products alone in a CUDA graph. Logits
-are compared with transformers before anything is timed.
+call to the end of its work on the device, host work included. `wall` of the drafter's loop is a turn of it, from verdicts
+to draft tokens on the host. `floor` is the bytes that must be read (weights once, keys and values once) over the
+bandwidth of a large copy, measured first. `products` are the step's matrix products alone in a CUDA graph. Logits are
+compared with transformers before anything is timed.
 """
 
 from __future__ import annotations
@@ -149,6 +149,7 @@ class StepBenchmark:
             num_draft_tokens=self._num_draft_tokens,
             num_blocks=self._num_blocks(max(batch_sizes)),
             max_batch_size=max(batch_sizes),
+            takes_turns=True,
         )
         for batch_size in batch_sizes:
             if self._is_late(f"drafter's loop, batch {batch_size}"):

@@ -128,12 +128,15 @@ class DraftExecutor:
         self.trees.bring_up_to_date()
         places = self._penalties.bring_up_to_date((row.slot, row.sampling, row.history) for row in rows)
         is_filtered = any(row.sampling.has_filters for row in rows)
-        num_rows = len(rows)
-        if self._buckets:
-            num_rows = next(bucket for bucket in self._buckets if bucket >= len(rows))
-            num_draft_tokens = self.options.max_draft_tokens if num_draft_tokens else 0
-        graph = self._graph_of(self._shape(num_rows, num_draft_tokens, is_filtered=is_filtered))
+        graph = self.graph_of(len(rows), num_draft_tokens=num_draft_tokens, is_filtered=is_filtered)
         return graph.launch(rows, places, wants_candidates=wants_candidates)
+
+    def graph_of(self, num_rows: int, *, num_draft_tokens: int, is_filtered: bool) -> TreeGraph:
+        """The smallest graph that has room for so many, at most `max_rows`."""
+        if self._buckets:
+            num_rows = next(bucket for bucket in self._buckets if bucket >= num_rows)
+            num_draft_tokens = self.options.max_draft_tokens if num_draft_tokens else 0
+        return self._graph_of(self._shape(num_rows, num_draft_tokens, is_filtered=is_filtered))
 
     def give_back(self, slot: Slot) -> None:
         """Let others have what the slot's sequence had beside its slot; the slot itself is given back as well."""

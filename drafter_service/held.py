@@ -51,6 +51,12 @@ class Held:
             return self.num_answered < self.sequence.length and not self.num_in_flight
         return not self.is_resting
 
+    @property
+    def num_left_to_tree(self) -> int:
+        """Committed tokens that its tree computes: the last one, to draft behind it. Taking turns, there is nothing to
+        draft before a verdict comes."""
+        return 0 if self.takes_turns and self.num_answered == self.sequence.length else 1
+
     def begin(self, trees: DeviceTrees, num_children: int) -> None:
         """Let a tree grow behind what is computed."""
         assert self.slot is not None

@@ -254,8 +254,8 @@ class ModelDrafter:
             sequence = held.sequence
             if budget == 0 or not self._admit(held):
                 break
-            # The last token is left to the tree, which drafts behind it.
-            start, end = sequence.num_computed, min(sequence.length - 1, sequence.num_computed + budget)
+            start = sequence.num_computed
+            end = min(sequence.length - held.num_left_to_tree, start + budget)
             if end > start:
                 if not self._make_room(held, end):
                     break

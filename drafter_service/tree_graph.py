@@ -20,10 +20,9 @@ from engine.penalty_tables import NO_PLACE
 from engine.slots import DeviceSlots
 from engine.static_tensors import StaticTensors, TensorSpec
 from engine.step import TreeRow
-from kernels.child_probabilities import child_logps
+from kernels.child_probabilities import ChildEstimates, estimate_children
 from kernels.draft_sample import DraftSample, draft_sample
 from kernels.draft_trees import TreeLimits, TreePass, TreeState, advance_trees, grow_trees
-from kernels.limits import WEIGHT_TOTAL
 from kernels.penalty_tables import PenaltyTables, apply_penalty_tables
 
 # Places of a sequence in the first pass of a replay, at least. After full acceptance two tokens are missing: the last
@@ -114,6 +113,11 @@ class TreeGraph:
         self._fill([], [])
         self._inputs.upload()
         self._graph = pool.capture(self._compute)
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether it is a CUDA graph."""
+        return self._graph is not None
 
     def launch(self, rows: Sequence[TreeRow], penalty_places: Sequence[int], *, wants_candidates: bool) -> TreeReplay:
         """Begin a replay behind those before it, of which at most one may not have been read.
@@ -231,10 +235,9 @@ class TreeGraph:
             out=sample,
         )
         assert sample.outcome_scores is not None
-        logps = child_logps(sample.outcome_scores, sample.candidate_weights[:, 0], sampling.is_tested)
-        grow_trees(parts.trees, slots, tree_pass, child_ids, logps)
-        units = (logps.exp() * WEIGHT_TOTAL).clamp(max=WEIGHT_TOTAL - 1)
-        made[f"probabilities.{index}"].copy_(units.to(torch.int32))
+        estimates = ChildEstimates(torch.empty_like(sample.outcome_scores), made[f"probabilities.{index}"])
+        estimate_children(sample.outcome_scores, sample.candidate_weights[:, 0], sampling.is_tested, estimates)
+        grow_trees(parts.trees, slots, tree_pass, child_ids, estimates.logps)
 
 
 @dataclass(frozen=True)

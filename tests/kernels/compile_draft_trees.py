@@ -10,6 +10,7 @@ import json
 import torch
 from triton.runtime.jit import JITFunction
 
+from kernels.child_probabilities import ChildEstimates, estimate_children
 from kernels.dispatch import interpreted_kernels
 from kernels.draft_trees import TreeLimits, TreePass, TreeState, advance_trees, grow_trees
 from tests.kernels.compile_sampling import compile_launch, compiled
@@ -28,7 +29,11 @@ def main() -> None:
             tables = torch.zeros(2, 64, dtype=torch.int32)
             advance_trees(state, slots, tables, TreeLimits(0.01, 8192, 1 << 20, 16), out)
             children = torch.zeros(2 * width, num_children, dtype=torch.int32)
-            grow_trees(state, slots, out, children, children.float())
+            estimates = ChildEstimates.empty(2 * width, num_children, cpu)
+            weights = torch.zeros(2 * width, 128, dtype=torch.int16)
+            is_tested = torch.zeros(2 * width, dtype=torch.bool)
+            estimate_children(children.float(), weights[:, 0], is_tested, estimates)
+            grow_trees(state, slots, out, children, estimates.logps)
     print(
         json.dumps(
             {

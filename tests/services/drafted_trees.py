@@ -1,4 +1,4 @@
-"""A loaded model drafter, the trees that it tells a verifier of, and what plain forwarding of each path gives instead."""
+"""A loaded model drafter, the trees that it tells a verifier of, and what plain forwarding of each path gives."""
 
 from __future__ import annotations
 
@@ -15,9 +15,12 @@ from drafter_service.model_drafter import ModelDrafter
 from drafter_service.sequence import DraftSequence
 from engine.batch import SequenceSlice
 from engine.model_runner import ModelRunner
+from engine.sampling_tensors import new_history, penalized
 from kernels.draft_sample import DraftSample, draft_sample
 from kernels.limits import WEIGHT_TOTAL
+from kernels.penalties import Penalties
 from kernels.random import Purpose, random_words
+from kernels.shape_logits import apply_penalties
 from outrider.protocol.expansions import ROOT
 from outrider.protocol.fingerprint import TokenizerDigest
 from outrider.v1 import common_pb2
@@ -54,13 +57,14 @@ def loaded_drafter(
     num_slots: int = 8,
     has_graphs: bool = False,
     takes_turns: bool = False,
+    max_penalized: int = 64,
     **options: Any,
 ) -> ModelDrafter:
     """A drafter that forwards trees in graphs' shapes, recorded where there is a GPU, or as they come."""
     chosen = replace(OPTIONS, **options)
     drafter = ModelDrafter(
         lambda: make_runner(model, num_blocks=num_blocks, num_slots=num_slots, max_expansions=chosen.max_expansions),
-        lambda runner: DraftExecutor(runner, num_slots=num_slots, options=chosen),
+        lambda runner: DraftExecutor(runner, num_slots=num_slots, options=chosen, max_penalized=max_penalized),
         name="tiny",
         revision="",
         tokenizer=TokenizerDigest(),
@@ -80,6 +84,7 @@ class Node:
     """An expansion as a verifier hears of it."""
 
     path: tuple[int, ...]  # the sequence's tokens up to its own
+    num_committed: int  # as the drafter knew when it made it
     child_ids: list[int]
     probabilities: list[int]
     candidate_ids: list[int]
@@ -126,6 +131,7 @@ def _take_one(expanded: Expanded, index: int, start: int, count: int, tree: Told
             path = (*node.path, node.child_ids[rank])
         node = Node(
             path,
+            num_committed,
             expanded.child_ids[row].tolist(),
             expanded.probabilities[row].tolist(),
             [] if expanded.candidate_ids is None else expanded.candidate_ids[row].tolist(),
@@ -142,14 +148,27 @@ class Plain:
         self._runner = make_runner(model, num_blocks=32)
         self._found: dict[tuple[Any, ...], DraftSample] = {}
 
-    def sample(self, sequence: DraftSequence, path: tuple[int, ...], num_children: int) -> DraftSample:
-        """What follows the path: children are its outcomes."""
-        key = (sequence.sampling.seed, sequence.verification, sequence.limits.max_candidates, path)
+    def sample(self, sequence: DraftSequence, node: Node, num_children: int) -> DraftSample:
+        """What follows the node's path: children are its outcomes."""
+        num_committed = node.num_committed if sequence.sampling.has_penalties else 0
+        key = (sequence.sampling.seed, sequence.verification, sequence.limits.max_candidates, num_committed, node.path)
         if key not in self._found:
-            blocks = range(-(-len(path) // self._runner.block_size))
-            logits = self._runner.execute([SequenceSlice(list(path), 0, blocks, 1)])
-            self._found[key] = self._sample(sequence, len(path), logits, num_children)
+            blocks = range(-(-len(node.path) // self._runner.block_size))
+            logits = self._runner.execute([SequenceSlice(list(node.path), 0, blocks, 1)])
+            if num_committed:
+                logits = self._penalized(sequence, num_committed, logits)
+            self._found[key] = self._sample(sequence, len(node.path), logits, num_children)
         return self._found[key]
+
+    def _penalized(self, sequence: DraftSequence, num_committed: int, logits: torch.Tensor) -> torch.Tensor:
+        """As penalties count what is committed, in the order that the target has them."""
+        history = new_history(sequence.sampling, sequence.token_ids[:num_committed], sequence.num_prompt_tokens)
+        assert history is not None
+        no_drafts = np.zeros(2, np.int32)
+        penalties = Penalties.build([penalized(0, sequence.sampling, history)], no_drafts, no_drafts[:0], logits.device)
+        assert penalties is not None
+        no_draft_ids = torch.empty(0, dtype=torch.int32, device=logits.device)
+        return apply_penalties(logits, penalties, no_draft_ids).dense(slice(None))
 
     def _sample(self, sequence: DraftSequence, position: int, logits: torch.Tensor, num_children: int) -> DraftSample:
         sampling, device = sequence.sampling, logits.device

@@ -1,21 +1,27 @@
-"""The model drafter's trees, told pass by pass, against plain forwarding of each path; without a GPU nothing is recorded,
-which covers layout and padding, and on one (make gpu-test) graphs replay."""
+"""The model drafter's trees, told pass by pass, against plain forwarding of each path.
+
+Without a GPU the same work runs unrecorded, which covers its layout and padding; on one (make gpu-test) it replays.
+"""
 
 from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from drafter_service.model_drafter import ModelDrafter
 from drafter_service.sequence import DraftSequence
+from kernels.limits import MAX_DRAFT_TOKENS
 from outrider.protocol.handshake import DraftLimits
 from outrider.protocol.sampling_parameters import SamplingParameters
 from outrider.v1 import common_pb2, drafter_pb2
-from tests.services.draft_sequences import commit, draft_sequence
+from tests.services.draft_sequences import chains_of, commit, draft_sequence
 from tests.services.drafted_trees import VOCABULARY, Plain, ToldTree, drawn_from, loaded_drafter, take
 from tests.tiny_models import save_tiny_llama
 
@@ -32,6 +38,12 @@ RULES: list[dict[str, Any]] = [
     {"verification": COUPLED, "sampling": SamplingParameters(temperature=0.8, top_p=0.7, min_p=0.02, seed=3)},
     {"verification": REJECTION, "sampling": SamplingParameters(temperature=0.0)},
 ]
+PENALISED = [
+    {"temperature": 1.0, "repetition_penalty": 1.6, "presence_penalty": 0.7, "frequency_penalty": 0.9, "seed": 5},
+    {"temperature": 0.0, "repetition_penalty": 0.6, "logit_bias": {5: 3.0, 9: -100.0}},
+    {"temperature": 0.8, "presence_penalty": 1.5, "top_p": 0.9, "seed": 6},
+    {"temperature": 1.2, "frequency_penalty": 0.8, "logit_bias": {3: 2.0}, "top_k": 12, "seed": 7},
+]
 
 
 @pytest.fixture(scope="module")
@@ -39,15 +51,26 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_tiny_llama(tmp_path_factory.mktemp("model"), vocab_size=VOCABULARY, max_length=128, scale=2.0)
 
 
+MOST_OPEN = 7
+
+
 class Verifiers:
     """Sequences that come, are drafted for and go, with verdicts that follow their trees for a while or not."""
 
-    def __init__(self, drafter: ModelDrafter, model: Path, seed: int, *, most: int, takes_turns: bool | None) -> None:
+    def __init__(
+        self,
+        drafter: ModelDrafter,
+        model: Path,
+        seed: int,
+        *,
+        takes_turns: bool | None = None,  # None: some do
+        rules: Sequence[dict[str, Any]] = RULES,
+    ) -> None:
         self.drafter = drafter
         self.rng = random.Random(seed)
         self.plain = Plain(model)
         self.trees: dict[DraftSequence, ToldTree] = {}
-        self.most = most
+        self.rules = rules
         self.takes_turns = takes_turns
         self.num_opened = 0
         self.seen: Counter[str] = Counter()
@@ -56,7 +79,7 @@ class Verifiers:
     def play(self, num_steps: int) -> None:
         """So many passes, with whatever happens in between."""
         for _ in range(num_steps):
-            while len(self.trees) < self.most and self.rng.random() < 0.5:
+            while len(self.trees) < MOST_OPEN and self.rng.random() < 0.5:
                 self._open()
             for tree in list(self.trees.values()):
                 if self.rng.random() < 0.02:
@@ -81,10 +104,11 @@ class Verifiers:
         sequence = draft_sequence(
             self.rng.choices(range(VOCABULARY), k=self.rng.choice((1, 2, 20, 70))),
             sequence_id=self.num_opened,
+            num_prompt_tokens=1,
             session_id=self.num_opened % 3,
             max_draft_tokens=self.rng.choice((1, 3, 4)),
             limits=limits,
-            **RULES[self.num_opened % len(RULES)],
+            **self.rules[self.num_opened % len(self.rules)],
         )
         self.trees[sequence] = ToldTree(sequence)
         self.drafter.open(sequence)
@@ -140,7 +164,7 @@ class Verifiers:
                 assert node.child_ids[0] == drawn_from(node, sequence.sampling.seed)
             if self.rng.random() < 0.6:
                 continue  # forwarding each path takes most of the time
-            expected = self.plain.sample(sequence, node.path, num_children)
+            expected = self.plain.sample(sequence, node, num_children)
             assert expected.outcome_ids is not None
             self.seen["expansions"] += 1
             if sequence.wants_candidates:
@@ -174,7 +198,7 @@ def test_each_expansion_is_what_its_path_gives(model: Path, seed: int, options: 
     gave way, a tree taken for its slot's last one's, and first children drawn from another q than is sent."""
     drafter = loaded_drafter(model, **options)
     takes_turns = options.get("takes_turns") or None
-    verifiers = Verifiers(drafter, model, seed, most=7, takes_turns=takes_turns)
+    verifiers = Verifiers(drafter, model, seed, takes_turns=takes_turns)
     verifiers.play(200)
     seen = verifiers.seen
     assert seen["expansions"] > 60
@@ -183,3 +207,134 @@ def test_each_expansion_is_what_its_path_gives(model: Path, seed: int, options: 
     assert seen["q"] > 10
     assert seen["deep hit"] > 5
     assert seen["outgrown"] > 0
+
+
+@pytest.mark.parametrize("options", [{"has_graphs": True}, {"num_blocks": 16, "max_penalized": 8}])
+def test_penalties_count_what_is_committed(model: Path, options: dict[str, Any]) -> None:
+    """Catches tables that lag behind verdicts, keep what was their last sequence's, or reach a neighbour."""
+    rules = [
+        {"verification": REJECTION if index % 2 else COUPLED, "sampling": SamplingParameters(**sampling)}
+        for index, sampling in enumerate([*PENALISED, {"seed": 8}, *PENALISED[::-1]])
+    ]
+    drafter = loaded_drafter(model, **options)
+    verifiers = Verifiers(drafter, model, 11, rules=rules)
+    verifiers.play(150)
+    assert verifiers.seen["expansions"] > 60
+    assert verifiers.seen["same"] >= 0.98 * verifiers.seen["expansions"]
+    assert verifiers.seen["q"] > 10
+
+
+def turns(drafter: ModelDrafter, num_rounds: int, *, max_draft_tokens: int) -> list[list[list[int]]]:
+    """What each sequence is drafted, round by round; verdicts do not depend on it."""
+    rng = random.Random(4)
+    sequences = [
+        draft_sequence(
+            [rng.randrange(VOCABULARY) for _ in range(5 + 7 * index)],
+            sequence_id=index,
+            max_draft_tokens=max_draft_tokens,
+            **rule,
+        )
+        for index, rule in enumerate(RULES)
+    ]
+    found = []
+    for sequence in sequences:
+        drafter.open(sequence)
+    while drafter.has_work:
+        assert not drafter.draft().expanded  # before the first verdict nobody asks for drafts
+    for _ in range(num_rounds):
+        for sequence in sequences:
+            commit(drafter, sequence, [rng.randrange(VOCABULARY) for _ in range(rng.choice((1, 2)))])
+        chains: dict[int, list[int]] = {}
+        while drafter.has_work:
+            for chain in chains_of(drafter.draft()):
+                assert chain.num_committed == chain.sequence.length
+                chains[chain.sequence.sequence_id] = chain.token_ids
+        found.append([chains[sequence.sequence_id] for sequence in sequences])
+    return found
+
+
+@pytest.mark.parametrize("has_graphs", [False, True])
+def test_a_turn_is_the_chain_that_single_tokens_make(model: Path, has_graphs: bool) -> None:
+    """Catches a chain that follows other children than first ones, or stops at those that are unlikely."""
+    together = turns(
+        loaded_drafter(model, takes_turns=True, has_graphs=has_graphs, min_probability=0.5), 6, max_draft_tokens=4
+    )
+    # One by one: what was drafted is committed, which makes the next root.
+    drafter = loaded_drafter(model, takes_turns=True)
+    rng = random.Random(4)
+    texts = [[rng.randrange(VOCABULARY) for _ in range(5 + 7 * index)] for index in range(len(RULES))]
+    for chains in together:
+        for text in texts:
+            text += [rng.randrange(VOCABULARY) for _ in range(rng.choice((1, 2)))]
+        for rule, text, chain in zip(RULES, texts, chains, strict=True):
+            sequence = draft_sequence(text[:-1], max_draft_tokens=1, **rule)
+            drafter.open(sequence)
+            token, single = text[-1], []
+            for _ in range(4):
+                commit(drafter, sequence, [token])
+                answers = []
+                while drafter.has_work:
+                    answers.append(drafter.draft())
+                (expanded,) = [part for drafts in answers for part in drafts.expanded]
+                token = int(expanded.child_ids[0, 0])
+                single.append(token)
+            drafter.release(sequence)
+            assert chain == single
+
+
+def test_verifiers_may_ask_for_what_graphs_make(model: Path) -> None:
+    """Catches a request for a chain that no graph makes."""
+    assert loaded_drafter(model).limits.max_draft_tokens == MAX_DRAFT_TOKENS
+    limits = loaded_drafter(model, has_graphs=True).limits
+    assert limits == DraftLimits(max_draft_tokens=4, max_candidates=16, num_children=3, max_expansions=64)
+
+
+def test_trees_stay_within_learnt_positions(tmp_path: Path) -> None:
+    """Catches a pass that looks up positions which the model has not."""
+    torch.manual_seed(0)
+    config = GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=VOCABULARY, n_positions=20, initializer_range=0.3)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    drafter = loaded_drafter(tmp_path, has_graphs=True)
+    ahead = DraftLimits(max_draft_tokens=4, max_candidates=16, num_children=3, max_expansions=64)
+    sequence = draft_sequence(range(18), limits=ahead)
+    trees = {sequence: ToldTree(sequence)}
+    drafter.open(sequence)
+    while drafter.has_work:
+        take(drafter.draft(), trees)
+    # The root and its children's expansions; what follows them stands at the last position.
+    assert Counter(len(node.path) for node in trees[sequence].nodes.values()) == {18: 1, 19: 3}
+    commit(drafter, sequence, [1, 2])
+    assert [refusal.reason for refusal in drafter.draft().refusals] == [drafter_pb2.REFUSAL_REASON_MAX_LENGTH]
+
+
+def test_a_prompt_does_not_hold_up_those_that_draft(model: Path) -> None:
+    """Catches a prompt that is computed before others' verdicts are answered, and one that never is."""
+    drafter = loaded_drafter(model, takes_turns=True)
+    old, new = draft_sequence([1, 2, 3]), draft_sequence([index % VOCABULARY for index in range(120)], sequence_id=2)
+    drafter.open(old)
+    drafter.draft()
+    drafter.open(new)
+    commit(drafter, old, [4])
+    drafts = drafter.draft()
+    assert [expanded.sequences for expanded in drafts.expanded] == [[old]]
+    assert drafts.computing == [new]
+    while drafter.has_work:
+        drafter.draft()
+    assert new.num_computed == 120
+
+
+def test_more_sequences_than_a_replay_holds_are_served_in_turn(model: Path) -> None:
+    """Catches a verifier of few sequences that waits behind one of many."""
+    drafter = loaded_drafter(model, max_rows=2)
+    ahead = DraftLimits(max_draft_tokens=4, max_candidates=16, num_children=3, max_expansions=64)
+    sequences = [
+        draft_sequence([1, index], sequence_id=index, session_id=min(index, 1), limits=ahead) for index in range(7)
+    ]
+    for sequence in sequences:
+        drafter.open(sequence)
+    served: Counter[int] = Counter()
+    for _ in range(8):  # until the tree of the one is as large as it may be
+        for expanded in drafter.draft().expanded:
+            served.update(sequence.session_id for sequence in expanded.sequences)
+    assert served[0] >= 6
+    assert abs(served[0] - served[1]) <= 2
