@@ -12,10 +12,10 @@ import grpc
 import pytest
 
 from kernels.random import RANDOM_SCHEME
-from outrider.protocol.expansions import ROOT, unpack_expansions
+from outrider.protocol.expansions import unpack_expansions
 from outrider.protocol.handshake import DraftLimits
 from outrider.protocol.verdicts import Verdict, pack_verdicts
-from outrider.protocol.wire import PROTOCOL_VERSION, pack_tokens
+from outrider.protocol.wire import PROTOCOL_VERSION, pack_tokens, unpack_tokens
 from outrider.v1 import common_pb2, drafter_pb2, drafter_pb2_grpc
 from tests.services.conftest import Pair
 from tests.services.harness import (
@@ -26,12 +26,12 @@ from tests.services.harness import (
     scripted_drafter,
 )
 from tests.services.reference import greedy, prompts
+from verifier_service.draft_tree import DraftTree
+from verifier_service.frames import split_expansions
 
 PROMPT = prompts(3)[2]
 Reason = drafter_pb2.RefusalReason
 LIMITS = DraftLimits(max_draft_tokens=4, max_candidates=64, num_children=4, takes_turns=True)
-# What a drafter that answers with chains agrees to.
-AGREED = replace(LIMITS, num_children=1)
 REJECTION = common_pb2.VERIFICATION_REJECTION
 
 
@@ -46,42 +46,13 @@ def target_identity(**fields: Any) -> common_pb2.ModelIdentity:
 
 @dataclass
 class Chain:
-    """What answers a verdict in turns: a new root, and first children behind it."""
+    """What there is for a step to verify after a frame has come."""
 
     sequence_id: int
     num_committed: int
-    first_id: int
     token_ids: list[int]
     q: list[dict[int, int]]  # of each token, weights by candidate; those without weight are left out
     num_candidates: int
-
-
-def read_chains(frame: drafter_pb2.DraftResponse, limits: DraftLimits = LIMITS) -> list[Chain]:
-    """The chains in a frame, which keeps the rules."""
-    found = []
-    for message in frame.expansions:
-        expansions, errors = unpack_expansions(message, vocabulary_size=64, limits=limits)
-        assert errors == {}
-        starts = expansions.ends - expansions.num_expansions
-        for index, (start, end) in enumerate(zip(starts.tolist(), expansions.ends.tolist(), strict=True)):
-            first_id = int(expansions.first_ids[index])
-            assert expansions.parents[start:end].tolist() == [ROOT, *range(first_id, first_id + end - start - 1)]
-            rows = zip(
-                expansions.candidate_ids[start:end].tolist(),
-                expansions.candidate_weights[start:end].tolist(),
-                strict=True,
-            )
-            found.append(
-                Chain(
-                    int(expansions.sequence_ids[index]),
-                    int(expansions.num_committed[index]),
-                    first_id,
-                    expansions.child_ids[start:end, 0].tolist(),
-                    [{token: weight for token, weight in zip(*row, strict=True) if weight} for row in rows],
-                    expansions.candidate_ids.shape[1],
-                )
-            )
-    return found
 
 
 class VerifierEnd:
@@ -90,8 +61,18 @@ class VerifierEnd:
     def __init__(self, stub: drafter_pb2_grpc.DrafterServiceAsyncStub) -> None:
         self._call = stub.Draft(None)
         self.limits = LIMITS
+        # Of each sequence what is committed, and its tree.
+        self._sequences: dict[int, tuple[list[int], DraftTree]] = {}
 
     async def send(self, *verdicts: Verdict, **fields: Any) -> None:
+        for opening in fields.get("opens", ()):
+            # What is malformed is not drafted for.
+            tokens = unpack_tokens(opening.token_ids) if len(opening.token_ids) % 4 == 0 else []
+            self._sequences[opening.sequence_id] = (tokens, DraftTree(self.limits.max_expansions))
+        for verdict in verdicts:
+            committed, tree = self._sequences[verdict.sequence_id]
+            committed += verdict.token_ids
+            tree.commit(committed)
         if verdicts:
             fields["verdicts"] = pack_verdicts(verdicts)
         await self._call.write(drafter_pb2.DraftRequest(**fields))
@@ -108,8 +89,20 @@ class VerifierEnd:
             frame = await self.frame()
             assert not frame.refusals, frame
             if frame.expansions:
-                (chain,) = read_chains(frame, self.limits)
-                return chain
+                return self._read(frame)
+
+    def _read(self, frame: drafter_pb2.DraftResponse) -> Chain:
+        """What follows from a frame, which keeps the rules and speaks of one sequence."""
+        (message,) = frame.expansions
+        expansions, errors = unpack_expansions(message, vocabulary_size=64, limits=self.limits)
+        assert errors == {}
+        (part,) = split_expansions(expansions)
+        committed, tree = self._sequences[part.sequence_id]
+        tree.take(part, committed)
+        drafts = tree.chain(tree.chain_length(len(committed)))
+        rows = zip(drafts.candidate_ids.tolist(), drafts.candidate_weights.tolist(), strict=True)
+        q = [{token: weight for token, weight in zip(*row, strict=True) if weight} for row in rows]
+        return Chain(part.sequence_id, part.num_committed, drafts.token_ids, q, expansions.candidate_ids.shape[1])
 
     async def refusal(self) -> drafter_pb2.Refusal:
         while True:
@@ -128,7 +121,7 @@ async def verifier_end(
     identity: common_pb2.ModelIdentity | None = None,
     *,
     limits: DraftLimits = LIMITS,
-    agreed: DraftLimits | None = None,
+    agreed: dict[str, int] | None = None,
 ) -> AsyncIterator[VerifierEnd]:
     """A stream that the drafter has accepted, with limits that it has `agreed` to."""
     async with grpc.aio.insecure_channel(address) as channel:
@@ -136,7 +129,8 @@ async def verifier_end(
         await end.send(identity=identity or target_identity(), limits=limits.to_message())
         hello = await end.frame()
         assert hello == drafter_pb2.DraftResponse(limits=hello.limits)
-        assert agreed is None or hello.limits == agreed.to_message()
+        for name, value in (agreed or {}).items():
+            assert getattr(hello.limits, name) == value
         end.limits = limits.with_answer(hello.limits)
         yield end
         end.cancel()
@@ -161,7 +155,7 @@ async def test_a_conversation(pair: Pair) -> None:
     """Catches a draft model that goes on behind a prefix that was not committed, whatever its cache holds."""
     _, draft = pair
     async with running_drafter(drafter_settings(model=draft)) as drafter, verifier_end(drafter.address) as verifier:
-        committed, next_id = list(PROMPT), 0
+        committed = list(PROMPT)
         tokens: list[int] = []
         await verifier.send(opens=[opening()])
         # How many of the draft tokens are accepted, and what follows: a bonus token, a recovered one, or nothing, as if
@@ -173,10 +167,10 @@ async def test_a_conversation(pair: Pair) -> None:
             committed += new
             await verifier.send(Verdict(1, len(committed), new))
             chain = await verifier.chain()
-            assert (chain.sequence_id, chain.num_committed, chain.first_id) == (1, len(committed), next_id)
+            assert (chain.sequence_id, chain.num_committed) == (1, len(committed))
             assert chain.token_ids == greedy(draft, committed, 4)
             assert chain.num_candidates == 0
-            tokens, next_id = chain.token_ids, next_id + 4
+            tokens = chain.token_ids
         await verifier.send(closes=[drafter_pb2.CloseSequence(sequence_id=1)])
         await eventually(lambda: drafter_is_empty(drafter.address))
 
@@ -229,7 +223,7 @@ async def test_a_verifier_that_takes_fewer_candidates_gets_a_q_of_fewer(pair: Pa
     chains = []
     for num_candidates, max_candidates in ((9, most), (min(9, most), 64)):
         settings = drafter_settings(model=draft, num_candidates=num_candidates)
-        agreed = replace(AGREED, max_candidates=min(9, most))
+        agreed = {"max_candidates": min(9, most)}
         offer = replace(LIMITS, max_candidates=max_candidates)
         async with (
             running_drafter(settings) as drafter,
@@ -248,11 +242,11 @@ async def test_verifiers_of_different_limits_share_a_drafter(pair: Pair) -> None
     """Catches limits of one stream that are taken for another's, whose sequences are drafted in the same round."""
     _, draft = pair
     sampling = common_pb2.SamplingParameters(temperature=1.0, seed=3)
-    wide, narrow = replace(LIMITS, max_candidates=9), replace(AGREED, max_draft_tokens=2, max_candidates=3)
+    wide, narrow = replace(LIMITS, max_candidates=9), replace(LIMITS, max_draft_tokens=2, max_candidates=3)
     async with (
         running_drafter(drafter_settings(model=draft, num_candidates=9)) as drafter,
-        verifier_end(drafter.address, limits=wide, agreed=replace(AGREED, max_candidates=9)) as one,
-        verifier_end(drafter.address, limits=narrow, agreed=narrow) as other,
+        verifier_end(drafter.address, limits=wide, agreed={"max_draft_tokens": 4, "max_candidates": 9}) as one,
+        verifier_end(drafter.address, limits=narrow, agreed={"max_draft_tokens": 2, "max_candidates": 3}) as other,
     ):
         fields: dict[str, Any] = {"sampling": sampling, "verification": REJECTION}
         await one.send(first_verdict(), opens=[opening(**fields)])
@@ -272,7 +266,7 @@ async def test_a_drafter_without_a_model_sends_no_candidates() -> None:
         verifier_end(
             drafter.address,
             limits=replace(LIMITS, max_draft_tokens=3),
-            agreed=replace(AGREED, max_draft_tokens=3, max_candidates=0),
+            agreed={"max_draft_tokens": 3, "max_candidates": 0, "num_children": 1},
         ) as verifier,
     ):
         await verifier.send(first_verdict(), opens=[opening(max_draft_tokens=3, verification=REJECTION)])

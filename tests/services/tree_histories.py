@@ -11,8 +11,6 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 import numpy as np
-from verifier_service.draft_tree import ExpansionError, SequenceExpansions
-from verifier_service.frames import LinkFrame, RefusedExpansions, read_expansions
 
 from drafter_service.engine import DrafterEngine, EngineOutput, SessionOutput
 from drafter_service.session import FrameArrived, SessionClosed, SessionOpened
@@ -28,6 +26,8 @@ from tests.services.simulated_trees import (
     TreeDrafter,
     children_of,
 )
+from verifier_service.draft_tree import ExpansionError, SequenceExpansions
+from verifier_service.frames import LinkFrame, RefusedExpansions, read_expansions
 from verifier_service.speculation import ALONE, LATE, WAITING, LinkKey, Speculation
 
 MAX_DRAFT_TOKENS = 6
