@@ -1,4 +1,4 @@
-"""The drafter: rides ahead of the target and streams proposals."""
+"""The drafter: rides ahead of the target and streams draft trees."""
 
 from outrider.service import grpc_environment as _grpc_environment  # noqa: F401  # before gRPC is imported
 from outrider.service import grpc_log as _grpc_log  # noqa: F401  # likewise

@@ -17,7 +17,7 @@ from drafter_service.engine import DrafterEngine, DraftRecords, EngineEvent, Eng
 from drafter_service.metrics import DrafterMetrics
 from drafter_service.session import FrameArrived, SessionClosed, SessionOpened
 from engine.gpu_memory import gpu_memory
-from kernels.random import RANDOM_SCHEME
+from kernels.random_scheme import RANDOM_SCHEME
 from outrider.protocol.errors import InvalidArgumentError, UnavailableError
 from outrider.protocol.handshake import check_compatible
 from outrider.protocol.wire import PROTOCOL_VERSION

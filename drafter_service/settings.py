@@ -14,7 +14,7 @@ from outrider.service.settings import ModelSettings
 
 
 class DrafterSettings(ModelSettings):
-    """Run a drafter: a service that rides ahead of the target model and streams proposals to verifiers."""
+    """Run a drafter: a service that rides ahead of the target model and streams draft trees to verifiers."""
 
     model_config = SettingsConfigDict(env_prefix="OUTRIDER_DRAFTER_")
 
@@ -41,7 +41,7 @@ class DrafterSettings(ModelSettings):
         default=4,
         ge=1,
         le=MAX_DRAFT_TOKENS,
-        description="draft tokens that CUDA graphs make in one go, and most of a proposal then, K; the lower of this "
+        description="draft tokens that CUDA graphs make in one go, and most of a chain then, K; the lower of this "
         "and the verifier's holds",
     )
     graph_max_sequences: int = Field(

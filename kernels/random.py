@@ -11,14 +11,7 @@ import torch
 
 from kernels.arguments import check_tensor
 from kernels.dispatch import runs_triton
-
-RANDOM_SCHEME = "philox4x32-10.1"
-"""Name of everything that a random number depends on; peers compare it in the handshake.
-
-It pins: Philox4x32 with 10 rounds; key = (seed's low word, seed's high word); counter = (position's low word, its high
-word, purpose, 0); the values of `Purpose`; how uniforms are made of the four words (`uniforms`). Whoever changes one of
-these changes the name.
-"""
+from kernels.random_scheme import RANDOM_SCHEME as RANDOM_SCHEME
 
 _MULTIPLIER_0 = 0xD2511F53
 _MULTIPLIER_1 = 0xCD9E8D57

@@ -89,8 +89,8 @@ class Scheduler:
         """The next step: (its parts, the sequences in it that run for the first time).
 
         It is to be submitted as it is, before anything else happens to its sequences. Those of steps in flight are left
-        out, unless nobody speculates and no prompt waits: then they go on from the token that is still being sampled,
-        where the executor can do that.
+        out, unless nobody speculates: then they go on from the token that is still being sampled, where the executor
+        can do that.
         """
         self._step += 1
         self.is_short = False
@@ -141,8 +141,6 @@ class Scheduler:
         in_flight: list[tuple[int, TargetSequence]] = []  # and their places
         chained: dict[TargetSequence, Scheduled] = {}
         num_speculating = 0
-        # Whether a prompt is under way, or could be: steps that follow each other at once would leave it too little.
-        has_prompts = bool(self.queue) and len(self.running) < self._max_running
         ready_drafters: list[LinkKey] = []  # for each sequence that could take part
         missing_drafters: list[LinkKey] = []  # for each that should wait for an answer, or whose step is in flight
         # Those that wait for no drafter, beside drafters that run ahead: whether there are any, whether some decode in
@@ -162,13 +160,11 @@ class Scheduler:
             if sequence.num_in_flight:
                 in_flight.append((place, sequence))
                 is_decoding = is_decoding or (is_free and sequence.num_unknown > 0 and sequence.num_committed_here > 0)
-                has_prompts = has_prompts or length - sequence.num_computed > 0
                 # Who goes on without a late drafter is not waited for either.
                 if drafter is not None and state is not LATE:
                     missing_drafters.append(drafter)
                 continue
             num_drafts, is_prompt = 0, length - sequence.num_computed > 1
-            has_prompts = has_prompts or is_prompt
             if not is_prompt:
                 if num_drafts := speculation.num_drafts:
                     if num_drafts > (most := sequence.num_wanted_drafts):
@@ -184,7 +180,7 @@ class Scheduler:
         # In two steps that follow each other, each over some of them, the device would read all weights twice as often.
         if not (is_ahead and is_decoding):
             ready += free
-        if not num_speculating and not is_ahead and not has_prompts:
+        if not num_speculating and not is_ahead:
             for place, sequence in in_flight:
                 if (part := self._chain(sequence)) is not None:
                     chained[sequence] = part

@@ -128,9 +128,11 @@ async def test_tokens_and_speculation_add_up(observed: Observed) -> None:
     assert verifier.total("outrider_verifier_acceptance_length_sum") == (
         accepted + origins["recovered"] + origins["bonus"]
     )
-    # Each proposal is verified, or is still there when its sequence ends.
-    assert drafter.total("outrider_drafter_draft_tokens_total") >= drafted
-    assert drafter.total("outrider_drafter_rejections_total") >= origins["recovered"] > 0
+    # Each expansion brings a draft token, which is verified, or is still there when its sequence ends. In turns each
+    # rejection is answered by a new tree.
+    assert drafter.total("outrider_drafter_expansions_total") >= drafted
+    assert drafter.total("outrider_drafter_children_total") >= drafter.total("outrider_drafter_expansions_total")
+    assert drafter.total("outrider_drafter_roots_total") >= origins["recovered"] > 0
 
 
 async def test_requests_and_sequences_add_up(observed: Observed) -> None:
@@ -184,9 +186,9 @@ async def test_what_is_held_is_given_back_and_bytes_arrive(observed: Observed) -
         for there, back in (("sent", "received"), ("received", "sent")):
             num_bytes = near.total(f"outrider_{upper}_wire_bytes_total", peer=lower, direction=there)
             assert num_bytes == far.total(f"outrider_{lower}_wire_bytes_total", peer=upper, direction=back) > 0
-    # Beside the proposals' tokens travel their distributions.
-    drafted = drafter.total("outrider_drafter_draft_tokens_total")
-    assert drafter.total("outrider_drafter_wire_bytes_total", direction="sent") > 4 * drafted
+    # Beside the draft tokens travel their places in the tree, and their distributions.
+    expansions = drafter.total("outrider_drafter_expansions_total")
+    assert drafter.total("outrider_drafter_wire_bytes_total", direction="sent") > 11 * expansions
 
 
 async def test_every_instrument_is_exported_under_the_name_that_it_is_known_by(observed: Observed) -> None:

@@ -161,7 +161,8 @@ async def test_a_conversation(pair: Pair) -> None:
     """Catches a draft model that goes on behind a prefix that was not committed, whatever its cache holds."""
     _, draft = pair
     async with running_drafter(drafter_settings(model=draft)) as drafter, verifier_end(drafter.address) as verifier:
-        committed, tokens, next_id = list(PROMPT), [], 0
+        committed, next_id = list(PROMPT), 0
+        tokens: list[int] = []
         await verifier.send(opens=[opening()])
         # How many of the draft tokens are accepted, and what follows: a bonus token, a recovered one, or nothing, as if
         # the step had tested no more.
@@ -232,7 +233,7 @@ async def test_verifiers_of_different_limits_share_a_drafter(pair: Pair) -> None
         verifier_end(drafter.address, limits=wide, agreed=replace(AGREED, max_candidates=9)) as one,
         verifier_end(drafter.address, limits=narrow, agreed=narrow) as other,
     ):
-        fields = {"sampling": sampling, "verification": REJECTION}
+        fields: dict[str, Any] = {"sampling": sampling, "verification": REJECTION}
         await one.send(first_verdict(), opens=[opening(**fields)])
         await other.send(first_verdict(), opens=[opening(**fields, max_draft_tokens=2)])
         for end, limits in ((one, wide), (other, narrow)):

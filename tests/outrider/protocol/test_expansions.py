@@ -97,8 +97,8 @@ BAD: dict[str, tuple[Callable[[Expansions], None], str]] = {
     "a first child without weight": (change("candidate_ids", (2, 0), 50), "candidate_weights"),
     "a first child of weight zero": (
         lambda expansions: (
-            change("candidate_weights", (2, 0), 0)(expansions),  # type: ignore[func-returns-value]
-            change("candidate_weights", (2, 1), 65520)(expansions),  # type: ignore[func-returns-value]
+            change("candidate_weights", (2, 0), 0)(expansions),
+            change("candidate_weights", (2, 1), 65520)(expansions),
         )[0],
         "candidate_weights",
     ),
@@ -213,7 +213,7 @@ def test_arrays_that_are_not_there() -> None:
     for field in ARRAYS:
         if field not in ("child_ids", "candidate_ids", "candidate_weights"):
             shorter = drafter_pb2.Expansions.FromString(message.SerializeToString())
-            shorter.ClearField(field)  # type: ignore[arg-type]
+            shorter.ClearField(field)
             with pytest.raises(InvalidArgumentError):
                 unpack_expansions(shorter, vocabulary_size=VOCABULARY, limits=LIMITS)
 

@@ -56,7 +56,7 @@ def test_turns_are_taken_where_either_side_wants_them() -> None:
 def test_an_offer_of_nothing_is_refused(field: str) -> None:
     """Such as that of a verifier that sends no limits."""
     offer = OWN.to_message()
-    offer.ClearField(field)  # type: ignore[arg-type]
+    offer.ClearField(field)
     with pytest.raises(InvalidArgumentError) as caught:
         OWN.with_offer(offer)
     assert caught.value.field == f"limits.{field}"
