@@ -113,7 +113,7 @@ class DraftTree:
         # Ids from where the tree stands along first children, and what they bring.
         self._chain: list[int] = []
         self._drafts = DraftTokens([], [], [])
-        # They only ever grow: expansions that came, and those of them that committed tokens walked over.
+        # They only ever grow: expansions that came, and those of them on which the tree has stood.
         self.num_expansions = 0
         self.num_walked = 0
 
@@ -172,7 +172,6 @@ class DraftTree:
             rank = children.index(token_id)
             expansion = self._expanded.get(self._stand * MAX_CHILDREN + rank)
             if expansion is not None:
-                self.num_walked += 1
                 self._move(expansion, self._depth + 1)
             if is_last:
                 return Outcome.OTHER_CHILD if rank else Outcome.FIRST_CHILD
@@ -183,6 +182,7 @@ class DraftTree:
     def _move(self, expansion: int, depth: int) -> None:
         oldest = max(self._stand, self._next_id - self._max_expansions) if self._stand >= 0 else expansion
         self._stand, self._depth = expansion, depth
+        self.num_walked += 1
         if self._chain[1:2] == [expansion]:
             del self._chain[0], self._drafts.token_ids[0], self._drafts.rows[0], self._drafts.indexes[0]
         else:

@@ -119,7 +119,7 @@ def test_what_became_of_trees_is_counted(clock: Clock, links: DraftingLinks) -> 
             links.take(sequence, answer, clock.now)
         sequence.token_ids += tokens
         links.commit(sequence, clock.now)
-    assert (links.trees.num_expansions, links.trees.num_walked) == (5, 2)
+    assert (links.trees.num_expansions, links.trees.num_walked) == (5, 5)
     assert {outcome.value: number for outcome, number in links.trees.outcomes.items()} == {
         "first_child": 1,
         "other_child": 0,

@@ -219,7 +219,9 @@ async def test_noise_on_draft(running: Running) -> None:
             code = await running.stream(DRAFT, wires, linger=0.05 if number % 10 == 0 else 0)
             assert code in ("", "OK", "INVALID_ARGUMENT", "FAILED_PRECONDITION"), (number, code)
     assert running.num_undisturbed >= 2
-    assert min(running.codes["OK"], running.codes["INVALID_ARGUMENT"]) > 10
+    # Most changed bytes are of packed arrays, which then do not fit each other.
+    assert running.codes["OK"] > 2
+    assert running.codes["INVALID_ARGUMENT"] > 10
 
 
 async def test_noise_on_single_requests_and_messages_without_end(running: Running) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 from drafter_service.sequence import DraftSequence
@@ -53,6 +54,37 @@ async def test_one_stall_does_not_end_speculation(pair: Pair) -> None:
     await decode(pair, stalling)
     # The stall's own answer is followed by more.
     assert stalling.num_sent > 10
+
+
+async def test_nobody_waits_for_a_drafter_that_runs_ahead(pair: Pair) -> None:
+    """Catches steps that wait for drafts that are late or never come, and a drafter that is left because of it."""
+    target, _ = pair
+    expected = {tuple(prompt): greedy(target, prompt, 60) for prompt in prompts(3)}
+    script = replay(*([*prompt, *expected[tuple(prompt)]] for prompt in prompts(3)))
+
+    async def hook(expansions: drafter_pb2.Expansions, sequence: DraftSequence) -> Sequence[Wire]:
+        if sequence.token_ids[: len(PROMPT)] == PROMPT:
+            return []  # never
+        await asyncio.sleep(0.2)
+        return [frame(expansions)]
+
+    async with (
+        fake_drafter(script, hook) as drafter,
+        running_verifier(verifier_settings(target, drafting="ahead")) as (verifier, service),
+        decode_client(verifier.address) as client,
+    ):
+        await client.use_drafters(drafter.address)
+        start = time.monotonic()
+        results = await asyncio.gather(
+            *(client.decode(prompt, drafter=drafter.address, max_tokens=60) for prompt in prompts(3))
+        )
+        # With a fifth of a second for each answer, 60 tokens of three sequences would take 7 s at the least.
+        assert time.monotonic() - start < 5
+        for prompt, result in zip(prompts(3), results, strict=True):
+            assert result.token_ids == expected[tuple(prompt)]
+            assert result.reasons == []
+        assert service._engine._links.num_late == 0
+        assert drafter.num_streams == 1
 
 
 async def test_time_without_sequences_is_no_silence(pair: Pair) -> None:

@@ -133,17 +133,18 @@ async def test_what_became_of_the_drafters_work(pair: Pair, metrics: VerifierMet
         assert result.token_ids == expected[:NUM_TOKENS]
         expansions = found.by("outrider_verifier_tree_expansions_total", "state")
         assert expansions["received"] >= 4 * (result.num_steps - 5 if drafting == "turns" else 3)
-        assert expansions.get("walked", 0) == 0
+        assert 0 < expansions["walked"] <= expansions["received"] / 3, "roots alone"
         outcomes = found.by("outrider_verifier_tree_outcomes_total", "outcome")
         # The first token meets no draft, and behind the last one comes nothing.
         assert sum(outcomes.values()) == result.num_steps - 2
-        assert outcomes["miss"] >= (result.num_steps - 2 if drafting == "turns" else 1)
+        # Running ahead, roots often come when their place is behind already.
+        assert outcomes.keys() <= ({"miss"} if drafting == "turns" else {"miss", "unseen"})
         assert not outcomes.get("other_child")
         assert found.total("outrider_verifier_draft_tokens_total") == result.num_drafted > 0
         result = await client.decode(PROMPT, drafter=right.address, max_tokens=NUM_TOKENS)
         found = await look(metrics, client)
         assert result.token_ids == expected[:NUM_TOKENS]
-        walked = found.by("outrider_verifier_tree_expansions_total", "state")["walked"]
+        walked = found.by("outrider_verifier_tree_expansions_total", "state")["walked"] - expansions["walked"]
         assert walked > 0
         assert walked == pytest.approx(result.num_accepted, abs=result.num_steps)
         lengths = found.total("outrider_verifier_tree_chain_length_count")
