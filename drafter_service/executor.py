@@ -17,7 +17,7 @@ from engine.model_runner import ModelRunner
 from engine.penalty_tables import DevicePenalties
 from engine.sampling_tensors import SamplingTensors, penalized
 from engine.slots import DeviceSlots, Slot
-from engine.step import Drafted, DraftRow, FailedPass, Pass, PassKind
+from engine.step import Drafted, DraftRow, Pass, PassKind, begin_passes
 from kernels.draft_sample import DraftSample, draft_sample
 from kernels.penalties import Penalties, TokenHistory
 from kernels.shape_logits import apply_penalties
@@ -91,17 +91,8 @@ class DraftExecutor:
         """Begin a round; at most as many rows that a graph holds as it has room for."""
         in_graph = [index for index, row in enumerate(rows) if self.fits(row)]
         others = sorted(set(range(len(rows))).difference(in_graph))
-        passes: list[Pass[Drafted]] = []
-        for kind, indexes, run in (
-            (PassKind.GRAPH, in_graph, self._run_graph),
-            (PassKind.EAGER, others, self._run_eagerly),
-        ):
-            if indexes:
-                try:
-                    passes.append(run(indexes, [rows[index] for index in indexes]))
-                except Exception as error:
-                    passes.append(FailedPass(indexes, kind, error))
-        return passes
+        graph_part = PassKind.GRAPH, in_graph, self._run_graph
+        return begin_passes(rows, (graph_part, (PassKind.EAGER, others, self._run_eagerly)))
 
     def warm_up(self) -> None:
         """Sample once in each way that has kernels of its own and no graph."""
