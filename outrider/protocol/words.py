@@ -15,6 +15,8 @@ class ProtoEnum(Protocol):
 
     def values(self) -> list[int]: ...
 
+    def __hash__(self) -> int: ...
+
 
 @lru_cache(256)  # what a peer sends may be any number
 def word(enum: ProtoEnum, number: int) -> str:
