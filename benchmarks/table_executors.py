@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from drafter_service.passes import EagerPass, GraphPass
 
 from benchmarks.stopwatch import Stopwatch
 from drafter_service.executor import DraftExecutor
-from drafter_service.passes import EagerPass, GraphPass
 from engine.slots import DeviceSlots
 from engine.step import Drafted, DraftRow, Pass, PassKind, Row, Sampled, Wanted
 from verifier_service.decode_graph import MAX_STEPS_IN_FLIGHT, DecodeGraphs

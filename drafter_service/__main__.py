@@ -9,10 +9,9 @@ from drafter_service.metrics import DrafterMetrics
 from drafter_service.service import DrafterService
 from drafter_service.settings import DrafterSettings
 from engine.model_loader import ModelLoadError, check_files, import_transformers
-from outrider.service.busy_poll import resolve_busy_poll
 from outrider.service.collector import large_imports
-from outrider.service.logs import set_up_logging
-from outrider.service.serving import Registration, Server, run
+from outrider.service.model_service import MakeServer, run_model_service
+from outrider.service.serving import Registration, Server
 from outrider.service.settings import BadSettingsError
 from outrider.service.telemetry import Telemetry
 from outrider.v1 import drafter_pb2, drafter_pb2_grpc
@@ -44,23 +43,18 @@ def make_server(
 
 def main(arguments: list[str]) -> int:
     """Run until told to stop; the process's exit status."""
-    try:
-        settings = DrafterSettings.load(arguments, program="python -m drafter_service")
-        set_up_logging(settings.log_level, "drafter", settings.log_format)
-        metrics = DrafterMetrics.from_environment(is_scraped=settings.metrics_listen is not None)
-        telemetry = Telemetry.from_environment("drafter")
-        if settings.kind == "model" and settings.model is not None:
+    return run_model_service(arguments, DrafterSettings, DrafterMetrics, _prepare)
+
+
+def _prepare(settings: DrafterSettings) -> tuple[MakeServer[DrafterSettings, DrafterMetrics], bool]:
+    if settings.kind == "model" and settings.model is not None:
+        try:
             check_files(settings.model)
             with large_imports():
                 import_transformers()
-        busy_poll_seconds = resolve_busy_poll(settings.busy_poll_seconds, has_gpu=has_gpu(settings))
-        return run(
-            lambda: make_server(settings, telemetry, metrics, busy_poll_seconds=busy_poll_seconds),
-            busy_poll_seconds=busy_poll_seconds,
-        )
-    except (BadSettingsError, ModelLoadError, ValueError, OSError) as error:
-        print(f"drafter: {error}", file=sys.stderr)
-        return 2
+        except ModelLoadError as error:
+            raise BadSettingsError(str(error)) from error
+    return make_server, has_gpu(settings)
 
 
 if __name__ == "__main__":

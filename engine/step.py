@@ -7,7 +7,7 @@ run the same rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, Protocol, TypeVar
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kernels.penalties import TokenHistory
 
 RowT = TypeVar("RowT", contravariant=True)
+OwnT = TypeVar("OwnT", "Row", "DraftRow")
 ResultT = TypeVar("ResultT", covariant=True)
 
 
@@ -142,6 +143,24 @@ class Executor(Protocol[RowT, ResultT]):
         Where the device does not work by itself, the step is over when this returns. What goes wrong is told by the
         pass that it concerns.
         """
+
+
+# How a pass is said to have run if it does not begin, the indexes of its rows, and what begins it with these and them.
+PassPart = tuple[PassKind, Sequence[int], Callable[[Sequence[int], Sequence[OwnT]], Pass[ResultT]]]
+
+
+def begin_passes(rows: Sequence[OwnT], parts: Iterable[PassPart[OwnT, ResultT]]) -> list[Pass[ResultT]]:
+    """Begin each part that has rows, in this order; what goes wrong with one is told by its pass."""
+    passes: list[Pass[ResultT]] = []
+    for kind, indexes, begin in parts:
+        if indexes:
+            try:
+                passes.append(begin(indexes, [rows[index] for index in indexes]))
+            except Exception as error:
+                passes.append(FailedPass(indexes, kind, error))
+                for index in indexes:
+                    rows[index].slot.is_lost = True
+    return passes
 
 
 class FailedPass:

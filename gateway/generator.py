@@ -207,14 +207,14 @@ class Generator:
         request_trace.routed(route.link.address, route.drafter_address)
         has_started = False
         texts: list[str] = []
-        with self._pool.open(route, _opening(route, request, sequence, started, request_trace)) as decoding:
+        with self._pool.open(route, _opening(route, request, sequence, started, request_trace)) as updates:
             sequence.opened = time.monotonic()
             while not sequence.is_over:
                 num_fallbacks = len(sequence.counts.fallbacks)
-                chunk = sequence.apply(await decoding.take())
+                chunk = sequence.apply(await updates.take())
                 if sequence.is_over:
                     # At once, and not when a slow client has read the last events.
-                    decoding.close()
+                    updates.close()
                     if sequence.error is None:
                         # After an error another verifier may be asked, which takes the place.
                         place.free()

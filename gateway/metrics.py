@@ -4,18 +4,12 @@ from __future__ import annotations
 
 import grpc
 
+from outrider.protocol.words import FALLBACKS, ORIGINS
 from outrider.service.instruments import SECONDS
 from outrider.service.metrics import ServiceMetrics
-from outrider.v1 import common_pb2
 
-ORIGINS = ("accepted", "recovered", "bonus", "plain")
 FINISH_REASONS = ("eos", "stop_token", "stop_string", "length")
 STATUSES = tuple(code.name.lower() for code in grpc.StatusCode if code is not grpc.StatusCode.OK)
-FALLBACKS = tuple(
-    name.removeprefix("FALLBACK_REASON_").lower()
-    for name, number in common_pb2.FallbackReason.items()
-    if number != common_pb2.FALLBACK_REASON_UNSPECIFIED
-)
 REFUSALS = (
     *("caller_limit", "request_rate", "token_rate"),
     *("queue_full", "queue_too_long", "queue_timeout", "deadline", "displaced", "draining"),
@@ -84,13 +78,16 @@ class GatewayMetrics(ServiceMetrics):
             "outrider.gateway.prompt.tokens", "{token}", "Tokens of prompts that were sent to a verifier"
         )
         self.tokens = make.counter(
-            "outrider.gateway.tokens", "{token}", "Tokens sent to clients, by origin", {"origin": ORIGINS}
+            "outrider.gateway.tokens",
+            "{token}",
+            "Tokens sent to clients, by origin",
+            {"origin": tuple(ORIGINS.values())},
         )
         self.fallbacks = make.counter(
             "outrider.gateway.fallbacks",
             "{request}",
             "Requests that went on without a drafter, by reason",
-            {"reason": FALLBACKS},
+            {"reason": tuple(FALLBACKS.values())},
         )
         self.verifiers = make.gauge(
             "outrider.gateway.verifiers", "{verifier}", "Verifiers by state", {"state": ("ready", "draining", "lost")}

@@ -8,16 +8,10 @@ from collections import Counter
 import grpc
 
 from gateway.metrics import GatewayMetrics
+from outrider.protocol.words import ORIGINS, word
 from outrider.v1 import common_pb2, generation_pb2
 
 PROVIDER = "outrider"
-
-_ORIGINS = {
-    common_pb2.TOKEN_ORIGIN_ACCEPTED: "accepted",
-    common_pb2.TOKEN_ORIGIN_RECOVERED: "recovered",
-    common_pb2.TOKEN_ORIGIN_BONUS: "bonus",
-    common_pb2.TOKEN_ORIGIN_PLAIN: "plain",
-}
 
 
 class RequestMetrics:
@@ -46,17 +40,15 @@ class RequestMetrics:
             self._has_token = True
             self._metrics.time_to_first_token.record(time.monotonic() - self._arrived, *self._labels)
         for origin, num_tokens in Counter([token.origin for token in chunk.tokens]).items():
-            self._metrics.tokens.add(num_tokens, _ORIGINS.get(origin, "plain"))
+            self._metrics.tokens.add(num_tokens, ORIGINS.get(origin, "plain"))
 
     def fell_back(self, reason: common_pb2.FallbackReason) -> None:
         """The request went on without a drafter."""
-        name = common_pb2.FallbackReason.Name(reason)
-        self._metrics.fallbacks.add(1, name.removeprefix("FALLBACK_REASON_").lower())
+        self._metrics.fallbacks.add(1, word(common_pb2.FallbackReason, reason).lower())
 
     def finished(self, finished: generation_pb2.Finished) -> None:
         """The answer is complete."""
-        name = generation_pb2.FinishReason.Name(finished.finish_reason)
-        self._finish_reason = name.removeprefix("FINISH_REASON_").lower()
+        self._finish_reason = word(generation_pb2.FinishReason, finished.finish_reason).lower()
         num_more = finished.usage.num_output_tokens - 1
         if num_more > 0:
             seconds = finished.timings.total_seconds - finished.timings.time_to_first_token_seconds

@@ -15,6 +15,7 @@ from opentelemetry.trace import SpanKind, Status, StatusCode
 
 from gateway.request_metrics import RequestMetrics
 from outrider.protocol.verification import Verification
+from outrider.protocol.words import word
 from outrider.service.logs import Subject, about
 from outrider.service.telemetry import Telemetry, context_of, traceparent_of
 from outrider.v1 import common_pb2, generation_pb2
@@ -173,7 +174,7 @@ class RequestTrace:
             self.metrics.fell_back(fallback.reason)
         if self.span is None:
             return
-        reason = common_pb2.FallbackReason.Name(fallback.reason).removeprefix("FALLBACK_REASON_")
+        reason = word(common_pb2.FallbackReason, fallback.reason)
         self.span.add_event(
             "outrider.fallback",
             {"outrider.fallback.reason": reason, "outrider.fallback.position": fallback.position},

@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import grpc
 
-from gateway.decoding import Decoding
 from gateway.discovery import Endpoint
+from gateway.sequence_updates import SequenceUpdates
 from gateway.served_model import ServedModel
 from outrider.protocol.errors import UnavailableError
 from outrider.service.instruments import Counter
@@ -72,7 +72,7 @@ class VerifierLink(StreamLink[verifier_pb2.DecodeRequest, verifier_pb2.DecodeRes
         self._accept = accept
         self._on_change = on_change
         self._on_lost = on_lost
-        self._decodings: dict[int, Decoding] = {}
+        self._updates: dict[int, SequenceUpdates] = {}
         self._opens: dict[int, verifier_pb2.OpenDecoding] = {}
         self._closes: list[int] = []
         self._has_outgoing = asyncio.Event()
@@ -88,7 +88,7 @@ class VerifierLink(StreamLink[verifier_pb2.DecodeRequest, verifier_pb2.DecodeRes
     @property
     def num_sequences(self) -> int:
         """Sequences that are open here."""
-        return len(self._decodings)
+        return len(self._updates)
 
     @property
     def is_shunned(self) -> bool:
@@ -123,18 +123,18 @@ class VerifierLink(StreamLink[verifier_pb2.DecodeRequest, verifier_pb2.DecodeRes
         self._on_change()
         return True
 
-    def open(self, message: verifier_pb2.OpenDecoding) -> Decoding:
+    def open(self, message: verifier_pb2.OpenDecoding) -> SequenceUpdates:
         """Start a sequence; all that opens in one tick of the loop travels in one frame.
 
         Raises UnavailableError when the verifier is not ready.
         """
         if not self.is_ready:
             raise UnavailableError(f"the verifier {self.address} takes no sequences", retry_delay_seconds=1.0)
-        decoding = Decoding(message.sequence_id, self._close)
-        self._decodings[message.sequence_id] = decoding
+        updates = SequenceUpdates(message.sequence_id, self._close)
+        self._updates[message.sequence_id] = updates
         self._opens[message.sequence_id] = message
         self._has_outgoing.set()
-        return decoding
+        return updates
 
     async def run(self) -> None:
         """Stay connected until cancelled, or until retired and idle."""
@@ -209,12 +209,12 @@ class VerifierLink(StreamLink[verifier_pb2.DecodeRequest, verifier_pb2.DecodeRes
     def _take(self, frame: verifier_pb2.DecodeResponse) -> None:
         for update in frame.updates:
             # Updates of a sequence that was just closed may still be on their way.
-            decoding = self._decodings.get(update.sequence_id)
-            if decoding is None:
+            updates = self._updates.get(update.sequence_id)
+            if updates is None:
                 continue
             if update.HasField("ended"):
-                del self._decodings[update.sequence_id]
-            decoding.deliver(update)
+                del self._updates[update.sequence_id]
+            updates.deliver(update)
         self._end_if_idle()
         if frame.HasField("load"):
             self.load = frame.load
@@ -234,18 +234,18 @@ class VerifierLink(StreamLink[verifier_pb2.DecodeRequest, verifier_pb2.DecodeRes
         if any(self.drafters[address].state != verifier_pb2.DRAFTER_STATE_READY for address in was_ready):
             self._on_lost()
 
-    def _close(self, decoding: Decoding) -> None:
-        if self._decodings.get(decoding.sequence_id) is not decoding:
+    def _close(self, updates: SequenceUpdates) -> None:
+        if self._updates.get(updates.sequence_id) is not updates:
             return
-        del self._decodings[decoding.sequence_id]
+        del self._updates[updates.sequence_id]
         # Without its opening on the way, the verifier never hears of the sequence.
-        if self._opens.pop(decoding.sequence_id, None) is None:
-            self._closes.append(decoding.sequence_id)
+        if self._opens.pop(updates.sequence_id, None) is None:
+            self._closes.append(updates.sequence_id)
             self._has_outgoing.set()
         self._end_if_idle()
 
     def _end_if_idle(self) -> None:
-        if self.is_retired and not self._decodings:
+        if self.is_retired and not self._updates:
             self._is_over.set()
 
     def _lose(self, problem: str) -> None:
@@ -255,9 +255,9 @@ class VerifierLink(StreamLink[verifier_pb2.DecodeRequest, verifier_pb2.DecodeRes
         self._opens.clear()
         self._closes.clear()
         self._has_outgoing.clear()
-        decodings, self._decodings = self._decodings, {}
-        for decoding in decodings.values():
-            decoding.fail(UnavailableError(f"lost the verifier {self.address}: {problem}", retry_delay_seconds=1.0))
+        all_updates, self._updates = self._updates, {}
+        for updates in all_updates.values():
+            updates.fail(UnavailableError(f"lost the verifier {self.address}: {problem}", retry_delay_seconds=1.0))
         self._end_if_idle()
         self._on_change()
 

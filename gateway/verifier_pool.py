@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.decoding import Decoding
 from gateway.discovery import Discovery, Resolver, SystemResolver
+from gateway.sequence_updates import SequenceUpdates
 from gateway.served_model import ServedModel
 from gateway.verifier_link import VerifierLink
 from outrider.protocol.errors import UnavailableError
@@ -141,18 +141,18 @@ class VerifierPool:
         return Route(link, "", common_pb2.FALLBACK_REASON_NO_DRAFTER)
 
     @contextmanager
-    def open(self, route: Route, message: verifier_pb2.OpenDecoding) -> Iterator[Decoding]:
+    def open(self, route: Route, message: verifier_pb2.OpenDecoding) -> Iterator[SequenceUpdates]:
         """The sequence on the route's verifier, closed there when the context ends. Raises UnavailableError."""
-        decoding = route.link.open(message)
+        updates = route.link.open(message)
         self._num_by_drafter[route.drafter_address] += 1
         try:
-            yield decoding
+            yield updates
         finally:
             self._num_by_drafter[route.drafter_address] -= 1
             if not self._num_by_drafter[route.drafter_address]:
                 # Drafters come and go for as long as the gateway runs.
                 del self._num_by_drafter[route.drafter_address]
-            decoding.close()
+            updates.close()
 
     def verifier_members(self) -> list[generation_pb2.VerifierMember]:
         """The verifiers, for clients that ask."""

@@ -120,8 +120,7 @@ def _are_drawn(places, has_marks, marks_ptr, BLOCK: tl.constexpr):
     """Which tokens of a block may be drawn."""
     if marks_ptr is None:
         return True
-    else:
-        return tl.load(marks_ptr + places, mask=has_marks & (places < BLOCK), other=0) == 0
+    return tl.load(marks_ptr + places, mask=has_marks & (places < BLOCK), other=0) == 0
 
 
 @triton.jit

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.integer_weights_triton import exponential_weights, finite_or_zero, load_logits, weight_parts
+from kernels.integer_weights_triton import finite_or_zero, load_logits, weight_parts
 
 if TYPE_CHECKING:
     from kernels.shape_logits import PenalizedLogits

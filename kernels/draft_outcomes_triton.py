@@ -105,9 +105,7 @@ def store_best_of_all(
     scale = _LOG2_E / temperature
     groups = tl.arange(0, NUM_GROUPS)
     is_filled = groups * GROUP < vocab_size
-    maxima = tl.load(
-        maxima_ptr + row * num_blocks + groups // (BLOCK // GROUP), mask=is_filled, other=float("-inf")
-    )
+    maxima = tl.load(maxima_ptr + row * num_blocks + groups // (BLOCK // GROUP), mask=is_filled, other=float("-inf"))
     maximum = finite_or_zero(tl.max(maxima, axis=0))
     keys = tl.load(group_keys_ptr + row * num_groups + groups, mask=is_filled, other=float("inf"))
     keys = tl.where(is_filled, ordered_keys((maxima - maximum) * scale - keys, 32), ABSENT)

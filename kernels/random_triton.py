@@ -66,8 +66,7 @@ def _log2(x):
         return tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
-    else:
-        return tl.log2(x)
+    return tl.log2(x)
 
 
 @triton.jit

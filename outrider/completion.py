@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from outrider.errors import ClientError
 from outrider.protocol.verification import Verification
+from outrider.protocol.words import ProtoEnum, word
 from outrider.v1 import common_pb2, generation_pb2
 
 
@@ -290,7 +291,7 @@ def model_from_proto(response: generation_pb2.GetModelResponse) -> ModelInfo:
 
 
 def _token(token: generation_pb2.Token) -> Token:
-    origin = _word(TokenOrigin, common_pb2.TokenOrigin, token.origin, "TOKEN_ORIGIN_")
+    origin = _word(TokenOrigin, common_pb2.TokenOrigin, token.origin)
     if not token.HasField("logprobs"):
         return Token(token.id, origin, token.text)
     return Token(
@@ -305,7 +306,7 @@ def _token(token: generation_pb2.Token) -> Token:
 def _finished(finished: generation_pb2.Finished) -> Finished:
     speculation, timings = finished.speculation, finished.timings
     return Finished(
-        finish_reason=_word(FinishReason, generation_pb2.FinishReason, finished.finish_reason, "FINISH_REASON_"),
+        finish_reason=_word(FinishReason, generation_pb2.FinishReason, finished.finish_reason),
         stop_string=finished.stop_string,
         usage=Usage(finished.usage.num_prompt_tokens, finished.usage.num_output_tokens),
         speculation=SpeculationStatistics(
@@ -314,9 +315,7 @@ def _finished(finished: generation_pb2.Finished) -> Finished:
             num_accepted_tokens=speculation.num_accepted_tokens,
             num_accepted_per_position=tuple(speculation.num_accepted_per_position),
             fallbacks=tuple(
-                Fallback(
-                    _word(FallbackReason, common_pb2.FallbackReason, item.reason, "FALLBACK_REASON_"), item.position
-                )
+                Fallback(_word(FallbackReason, common_pb2.FallbackReason, item.reason), item.position)
                 for item in speculation.fallbacks
             ),
             verification=Verification.from_message(speculation.verification),
@@ -330,15 +329,11 @@ def _finished(finished: generation_pb2.Finished) -> Finished:
     )
 
 
-class _ProtoEnum(Protocol):
-    def Name(self, number: int) -> str: ...
-
-
 _Word = TypeVar("_Word", bound=StrEnum)
 
 
-def _word(words: type[_Word], proto: _ProtoEnum, number: int, prefix: str) -> _Word:
+def _word(words: type[_Word], proto: ProtoEnum, number: int) -> _Word:
     try:
-        return words(proto.Name(number).removeprefix(prefix))
+        return words(word(proto, number))
     except ValueError:
         return words("UNKNOWN")

@@ -19,7 +19,7 @@ from engine.draft_tokens import DraftRows, DraftTokens, concatenate
 from engine.model_runner import ModelRunner
 from engine.sampling_tensors import SamplingTensors, penalized
 from engine.slots import DeviceSlots, SlotPool
-from engine.step import FailedPass, Pass, PassKind, Row, Sampled, Wanted
+from engine.step import Pass, PassKind, Row, Sampled, Wanted, begin_passes
 from engine.step_costs import StepCosts
 from kernels.logprobs import token_logprobs
 from kernels.penalties import Penalties, TokenHistory
@@ -91,19 +91,8 @@ class TargetExecutor:
         """Begin a step; what goes wrong with one of its passes is told by this pass."""
         in_graph = [] if _ride(rows) else [index for index, row in enumerate(rows) if self._fits(row)]
         others = sorted(set(range(len(rows))).difference(in_graph))
-        passes: list[Pass[Sampled]] = []
-        for kind, indexes, run in (
-            (PassKind.GRAPH, in_graph, self._run_graph),
-            (PassKind.EAGER, others, self._run_eagerly),
-        ):
-            if indexes:
-                try:
-                    passes.append(run(indexes, [rows[index] for index in indexes]))
-                except Exception as error:
-                    passes.append(FailedPass(indexes, kind, error))
-                    for index in indexes:
-                        rows[index].slot.is_lost = True
-        return passes
+        graph_part = PassKind.GRAPH, in_graph, self._run_graph
+        return begin_passes(rows, (graph_part, (PassKind.EAGER, others, self._run_eagerly)))
 
     def warm_up(self) -> None:
         """Sample once in each way that has kernels of its own and no graph: with penalties, and log-probabilities.

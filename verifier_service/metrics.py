@@ -5,21 +5,15 @@ from __future__ import annotations
 from engine.step import PassKind
 from kernels.limits import MAX_DRAFT_TOKENS
 from outrider.protocol.verification import Verification
+from outrider.protocol.words import FALLBACKS, ORIGINS
 from outrider.service.instruments import POWERS_OF_TWO, SECONDS
 from outrider.service.metrics import ServiceMetrics
-from outrider.v1 import common_pb2
 from verifier_service.draft_tree import Outcome
 
-ORIGINS = ("accepted", "recovered", "bonus", "plain")
 # Why a sequence ended here; `closed` is the gateway's doing: a stop string, or a client that left.
 ENDS = ("eos", "stop_token", "length", "closed", "error")
 STAGES = ("schedule", "verify", "commit", "report")
 POSITIONS = tuple(str(position) for position in range(MAX_DRAFT_TOKENS))
-FALLBACKS = tuple(
-    name.removeprefix("FALLBACK_REASON_").lower()
-    for name, number in common_pb2.FallbackReason.items()
-    if number != common_pb2.FALLBACK_REASON_UNSPECIFIED
-)
 VERIFICATIONS = tuple(rule.value for rule in Verification)
 DRAFTER_STATES = ("ready", "connecting", "incompatible", "draining")
 CHAIN_LENGTHS = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0)
@@ -78,7 +72,7 @@ class VerifierMetrics(ServiceMetrics):
             {"kind": tuple(kind.value for kind in PassKind)},
         )
         self.tokens = make.counter(
-            "outrider.verifier.tokens", "{token}", "Tokens committed, by origin", {"origin": ORIGINS}
+            "outrider.verifier.tokens", "{token}", "Tokens committed, by origin", {"origin": tuple(ORIGINS.values())}
         )
         self.draft_tokens = make.counter(
             "outrider.verifier.draft.tokens",
@@ -150,7 +144,7 @@ class VerifierMetrics(ServiceMetrics):
             "outrider.verifier.fallbacks",
             "{sequence}",
             "Sequences that went on without a drafter, by reason",
-            {"reason": FALLBACKS},
+            {"reason": tuple(FALLBACKS.values())},
         )
         self.drafters = make.gauge(
             "outrider.verifier.drafters", "{drafter}", "Links to drafters by state", {"state": DRAFTER_STATES}

@@ -26,7 +26,6 @@ from outrider.service.instruments import Labels
 from outrider.service.security import make_dial
 from outrider.service.telemetry import Telemetry
 from outrider.v1 import common_pb2, verifier_pb2, verifier_pb2_grpc
-from verifier_service.decoding import TargetLimits, parse_opening
 from verifier_service.drafter_link import DrafterLink
 from verifier_service.drafter_pool import check_pool
 from verifier_service.engine import VerifierEngine
@@ -40,6 +39,7 @@ from verifier_service.events import (
     StepOutput,
 )
 from verifier_service.metrics import DRAFTER_STATES, VerifierMetrics
+from verifier_service.opening import TargetLimits, parse_opening
 from verifier_service.sequence_trace import SequenceTrace
 from verifier_service.session import Session
 from verifier_service.settings import VerifierSettings

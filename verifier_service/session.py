@@ -7,6 +7,7 @@ import asyncio
 from opentelemetry.trace import Span, SpanKind, Status, StatusCode, set_span_in_context
 
 from outrider.protocol.verification import Verification
+from outrider.protocol.words import word
 from outrider.service.step_spans import EventRecord
 from outrider.service.telemetry import Telemetry, context_of, is_sampled, traceparent_of
 from outrider.v1 import common_pb2, generation_pb2, verifier_pb2
@@ -94,11 +95,10 @@ class Session:
 
     def _note(self, span: Span, update: verifier_pb2.SequenceUpdate) -> None:
         for fallback in update.fallbacks:
-            reason = common_pb2.FallbackReason.Name(fallback.reason)
             span.add_event(
                 "outrider.fallback",
                 {
-                    "outrider.fallback.reason": reason.removeprefix("FALLBACK_REASON_"),
+                    "outrider.fallback.reason": word(common_pb2.FallbackReason, fallback.reason),
                     "outrider.fallback.position": fallback.position,
                 },
             )
@@ -106,6 +106,6 @@ class Session:
             if update.ended.HasField("error"):
                 self.end_span(update.sequence_id, update.ended.error.message)
             else:
-                name = generation_pb2.FinishReason.Name(update.ended.finish_reason)
-                span.set_attribute("outrider.finish_reason", name.removeprefix("FINISH_REASON_"))
+                reason = word(generation_pb2.FinishReason, update.ended.finish_reason)
+                span.set_attribute("outrider.finish_reason", reason)
                 self.end_span(update.sequence_id)

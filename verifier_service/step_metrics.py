@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import accumulate
 
+from outrider.protocol.words import word
 from outrider.service.instruments import Labels
 from outrider.v1 import common_pb2, generation_pb2
 from verifier_service.drafting import DraftingLinks
@@ -77,8 +78,7 @@ class StepMetrics:
             if committed.draft_wait:
                 waits.append(committed.draft_wait)
             if committed.finish_reason:
-                name = generation_pb2.FinishReason.Name(committed.finish_reason)
-                self.ended(name.removeprefix("FINISH_REASON_").lower())
+                self.ended(word(generation_pb2.FinishReason, committed.finish_reason).lower())
         self._waits.add_all(waits)
         self._chain_lengths.add_all(chain_lengths)
         for (drafter, verification, num_drafts, num_accepted, num_tokens), times in alike.items():
@@ -98,8 +98,7 @@ class StepMetrics:
     def fell_back(self, fallbacks: Iterable[common_pb2.Fallback]) -> None:
         """Sequences went on without a drafter."""
         for fallback in fallbacks:
-            name = common_pb2.FallbackReason.Name(fallback.reason)
-            self._metrics.fallbacks.add(1, name.removeprefix("FALLBACK_REASON_").lower())
+            self._metrics.fallbacks.add(1, word(common_pb2.FallbackReason, fallback.reason).lower())
 
     def ended(self, reason: str, num_sequences: int = 1) -> None:
         """Sequences ended, for a reason as the instrument calls it."""

@@ -12,6 +12,7 @@ from typing import Any
 
 from gateway.sequence import Sequence
 from gateway.watcher import Event
+from outrider.protocol.words import ORIGINS, word
 from outrider.v1 import common_pb2, generation_pb2
 
 # Pages that may look on at a time: each costs the event loop a little.
@@ -21,17 +22,10 @@ MAX_PENDING_TOKENS = 4000
 MAX_RECENT_REQUESTS = 20
 RATE_SECONDS = 10
 
-_ORIGINS = {
-    common_pb2.TOKEN_ORIGIN_ACCEPTED: "accepted",
-    common_pb2.TOKEN_ORIGIN_RECOVERED: "recovered",
-    common_pb2.TOKEN_ORIGIN_BONUS: "bonus",
-    common_pb2.TOKEN_ORIGIN_PLAIN: "plain",
-}
-
 
 def origin_name(token: generation_pb2.Token) -> str:
     """The word for where a token came from."""
-    return _ORIGINS.get(token.origin, "plain")
+    return ORIGINS.get(token.origin, "plain")
 
 
 def pieces(chunk: generation_pb2.Chunk) -> list[list[str]]:
@@ -65,10 +59,9 @@ class Totals:
         _add(self.drafted_by_position, counts.num_drafted_per_position)
         _add(self.accepted_by_position, counts.num_accepted_per_position)
         for fallback in counts.fallbacks:
-            name = common_pb2.FallbackReason.Name(fallback.reason)
-            self.fallbacks_by_reason[name.removeprefix("FALLBACK_REASON_")] += 1
+            self.fallbacks_by_reason[word(common_pb2.FallbackReason, fallback.reason)] += 1
         if sequence.finish_reason:
-            name = generation_pb2.FinishReason.Name(sequence.finish_reason).removeprefix("FINISH_REASON_")
+            name = word(generation_pb2.FinishReason, sequence.finish_reason)
         else:
             name = "ERROR" if sequence.error is not None else "CANCELLED"
         self.ends_by_reason[name] += 1
@@ -211,7 +204,7 @@ class LiveFeed:
         """Tokens of the last whole second, by origin."""
         last = int(time.monotonic()) - 1
         found = next((counts for second, counts in self._by_second if second == last), Counter[str]())
-        return {origin: float(found[origin]) for origin in _ORIGINS.values()}
+        return {origin: float(found[origin]) for origin in ORIGINS.values()}
 
 
 def _add(totals: list[int], counts: list[int]) -> None:

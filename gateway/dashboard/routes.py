@@ -26,6 +26,7 @@ from gateway.http.host import check_host
 from gateway.http.request_body import parse_body, read_body
 from gateway.trace_sampler import WATCHED
 from outrider.protocol.verification import Verification
+from outrider.protocol.words import word
 from outrider.service.telemetry import Telemetry
 from outrider.v1 import common_pb2, generation_pb2
 
@@ -211,15 +212,14 @@ def _line(event: Event) -> bytes:
             speculation, timings = event.speculation, event.timings
             line = {
                 "finished": {
-                    "reason": generation_pb2.FinishReason.Name(event.finish_reason).removeprefix("FINISH_REASON_"),
+                    "reason": word(generation_pb2.FinishReason, event.finish_reason),
                     "num_output_tokens": event.usage.num_output_tokens,
                     "num_steps": speculation.num_steps,
                     "num_draft_tokens": speculation.num_draft_tokens,
                     "num_accepted_tokens": speculation.num_accepted_tokens,
                     "verification": Verification.from_message(speculation.verification),
                     "fallbacks": [
-                        common_pb2.FallbackReason.Name(fallback.reason).removeprefix("FALLBACK_REASON_")
-                        for fallback in speculation.fallbacks
+                        word(common_pb2.FallbackReason, fallback.reason) for fallback in speculation.fallbacks
                     ],
                     "time_to_first_token_seconds": timings.time_to_first_token_seconds,
                     "total_seconds": timings.total_seconds,

@@ -12,6 +12,7 @@ from gateway.http.errors import api_name
 from gateway.http.logprobs import TokenNames, chat_logprobs, completion_logprobs
 from gateway.request_trace import FINISH_REASONS
 from outrider.protocol.verification import Verification
+from outrider.protocol.words import word
 from outrider.v1 import common_pb2, generation_pb2
 
 
@@ -155,7 +156,7 @@ class Answer(ABC):
         details: dict[str, Any] = {"logprobs": self.logprobs(choice, tokens) if self._has_logprobs else None}
         if self._has_tokens:
             details["tokens"] = [
-                {"id": token.id, "text": token.text, "origin": _word(common_pb2.TokenOrigin, token.origin)}
+                {"id": token.id, "text": token.text, "origin": word(common_pb2.TokenOrigin, token.origin)}
                 for token in tokens
             ]
         if self._has_token_ids:
@@ -218,7 +219,7 @@ def _report(started: generation_pb2.Started, finished: generation_pb2.Finished) 
     speculation, timings = finished.speculation, finished.timings
     return {
         "seed": started.seed,
-        "finish_reason": _word(generation_pb2.FinishReason, finished.finish_reason),
+        "finish_reason": word(generation_pb2.FinishReason, finished.finish_reason),
         "stop_string": finished.stop_string or None,
         "adjustments": [
             {"field": api_name(adjustment.field), "detail": adjustment.detail} for adjustment in started.adjustments
@@ -230,7 +231,7 @@ def _report(started: generation_pb2.Started, finished: generation_pb2.Finished) 
             "accepted": speculation.num_accepted_tokens,
             "accepted_per_position": list(speculation.num_accepted_per_position),
             "fallbacks": [
-                {"reason": _word(common_pb2.FallbackReason, fallback.reason), "position": fallback.position}
+                {"reason": word(common_pb2.FallbackReason, fallback.reason), "position": fallback.position}
                 for fallback in speculation.fallbacks
             ],
         },
@@ -241,16 +242,3 @@ def _report(started: generation_pb2.Started, finished: generation_pb2.Finished) 
             "total_seconds": timings.total_seconds,
         },
     }
-
-
-# What each enum's names begin with.
-_PREFIXES = {
-    common_pb2.TokenOrigin: "TOKEN_ORIGIN_",
-    common_pb2.FallbackReason: "FALLBACK_REASON_",
-    generation_pb2.FinishReason: "FINISH_REASON_",
-}
-
-
-def _word(enum: Any, number: int) -> str:
-    name: str = enum.Name(number)
-    return name.removeprefix(_PREFIXES[enum])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import random
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any, NoReturn
 
@@ -29,7 +30,24 @@ class _Unparseable:
     """Stands in for a request whose bytes are no message, so that the wrapper can refuse it by name."""
 
 
-class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs alone
+class OurMethodsInterceptor(grpc.aio.ServerInterceptor, ABC):  # type: ignore[type-arg]  # generic in the stubs alone
+    """Wraps the handlers of our own methods, and leaves health checks and reflection as they are."""
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        handler: Any = await continuation(handler_call_details)
+        method: Any = handler_call_details.method
+        return self.wrapped(handler) if handler is not None and method.startswith(OUR_METHODS) else handler
+
+    @abstractmethod
+    def wrapped(self, handler: Any) -> Any:
+        """The handler to call in this one's place."""
+
+
+class ErrorInterceptor(OurMethodsInterceptor):
     """Turns exceptions of our handlers into statuses and refuses calls for which `gate` raises, given their context.
 
     An OutriderError ends the call with its own status (with a RetryInfo and gRPC's pushback where it names a delay,
@@ -40,15 +58,8 @@ class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  #
     def __init__(self, gate: Callable[[Any], None]) -> None:
         self._gate = gate
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        handler: Any = await continuation(handler_call_details)
-        method: Any = handler_call_details.method
-        if handler is None or not method.startswith(OUR_METHODS):
-            return handler
+    def wrapped(self, handler: Any) -> Any:
+        """The handler, whose errors become statuses."""
         deserializer = _lenient(handler.request_deserializer)
         serializer = handler.response_serializer
         if handler.unary_unary:

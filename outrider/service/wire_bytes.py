@@ -2,31 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any, cast
 
 import grpc
 
 from outrider.service.instruments import Counter
-from outrider.service.interceptor import OUR_METHODS
+from outrider.service.interceptor import OurMethodsInterceptor
 
 
-class WireInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]  # generic in the stubs alone
+class WireInterceptor(OurMethodsInterceptor):
     """Counts what a server receives from `peer` and sends to it, by our own methods."""
 
     def __init__(self, wire_bytes: Counter, peer: str) -> None:
         self._wire_bytes = wire_bytes
         self._peer = peer
 
-    async def intercept_service(
-        self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
-        handler_call_details: grpc.HandlerCallDetails,
-    ) -> Any:
-        handler: Any = await continuation(handler_call_details)
-        method: Any = handler_call_details.method
-        if handler is None or not method.startswith(OUR_METHODS):
-            return handler
+    def wrapped(self, handler: Any) -> Any:
+        """The handler, whose messages are counted."""
         make, call = next(
             (make, call)
             for make, call in (

@@ -195,7 +195,7 @@ class RunningGateway:
         """Return once nothing is left of any sequence."""
         await eventually(lambda: self.num_sequences == 0)
         assert self.gateway._admission.num_running == 0
-        assert all(not link._decodings for link in self.links)
+        assert all(not link._updates for link in self.links)
         assert not +self.gateway._pool._num_by_drafter
 
 

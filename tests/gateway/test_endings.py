@@ -33,9 +33,9 @@ def one_token(message: verifier_pb2.OpenDecoding) -> list[verifier_pb2.SequenceU
 
 async def fill_buffers(running: RunningGateway, verifier: FakeVerifier, sequence_id: int) -> None:
     """Send until gRPC's buffers towards a client that does not read are full, and what arrives stays where it is."""
-    decoding = running.links[0]._decodings[sequence_id]
+    updates = running.links[0]._updates[sequence_id]
     async with asyncio.timeout(10):
-        while len(decoding._updates) < 20:
+        while len(updates._updates) < 20:
             verifier.send(update(sequence_id, [9] * 4000))
             await asyncio.sleep(0.01)
 
@@ -89,9 +89,9 @@ async def test_expired_deadline_closes_the_sequence(verifier: FakeVerifier) -> N
 async def test_cancelled_before_the_opening_was_sent_leaves_no_trace(verifier: FakeVerifier) -> None:
     async with running_gateway(verifier) as running:
         link = running.links[0]
-        decoding = link.open(verifier_pb2.OpenDecoding(sequence_id=77, token_ids=b"1234", num_prompt_tokens=1))
-        decoding.close()
-        decoding.close()
+        updates = link.open(verifier_pb2.OpenDecoding(sequence_id=77, token_ids=b"1234", num_prompt_tokens=1))
+        updates.close()
+        updates.close()
         verifier.script = one_token
         await complete(running, token_ids=token_ids(1))
     assert 77 not in verifier.opened

@@ -17,10 +17,10 @@ from tests.services.known_answers import Answer
 from tests.services.simulated_drafters import TURNS
 from verifier_service import drafting, drafting_protocol, gathering, reporting, steps_in_flight
 from verifier_service import engine as engine_module
-from verifier_service.decoding import TargetLimits, parse_opening
 from verifier_service.engine import VerifierEngine
 from verifier_service.events import SequenceOpened
 from verifier_service.executor import TargetExecutor
+from verifier_service.opening import TargetLimits, parse_opening
 from verifier_service.sequence import TargetSequence
 from verifier_service.speculation import LinkKey
 from verifier_service.target import Target

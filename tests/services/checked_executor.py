@@ -166,6 +166,8 @@ class CheckedExecutor:
         self._seen["steps"] += 1
         self._seen["steps behind another"] += bool(before)
         self._seen["prompts beside decoding"] += len(kinds) > 1
+        in_prompts = [row for one in last if one.kind is PassKind.PROMPT for row in one.all_rows]
+        self._seen["rode along"] += sum(row.is_chained for row in in_prompts)
         for row in rows:
             if row.is_chained:
                 others = [other for step in before for one in step for other in one.all_rows if other.slot is row.slot]

@@ -69,6 +69,7 @@ AT_LEAST = {
     "chained": 1000,
     "chained behind a prompt": 50,
     "chained behind drafts": 4,
+    "rode along": 80,
     "prompts beside decoding": 350,
     "preemptions": 15,
     "closed in flight": 12,

@@ -9,13 +9,13 @@ from outrider.protocol.errors import OutriderError
 from outrider.v1 import verifier_pb2
 
 
-class Decoding:
+class SequenceUpdates:
     """The updates of one sequence, from the link that receives them to the request that takes them.
 
     What piles up while the client is slow is taken in one go; a request's own max_tokens bounds it.
     """
 
-    def __init__(self, sequence_id: int, on_close: Callable[[Decoding], None]) -> None:
+    def __init__(self, sequence_id: int, on_close: Callable[[SequenceUpdates], None]) -> None:
         self.sequence_id = sequence_id
         self._on_close = on_close
         self._updates: list[verifier_pb2.SequenceUpdate] = []
