@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kernels.penalties import TokenHistory
 
 RowT = TypeVar("RowT", contravariant=True)
-OwnT = TypeVar("OwnT", "Row", "DraftRow")
+OwnT = TypeVar("OwnT", bound="OfSlot")
 ResultT = TypeVar("ResultT", covariant=True)
 
 
@@ -146,6 +146,12 @@ class Executor(Protocol[RowT, ResultT]):
 
 
 # How a pass is said to have run if it does not begin, the indexes of its rows, and what begins it with these and them.
+class OfSlot(Protocol):
+    """Any row."""
+
+    slot: Slot
+
+
 PassPart = tuple[PassKind, Sequence[int], Callable[[Sequence[int], Sequence[OwnT]], Pass[ResultT]]]
 
 
