@@ -8,7 +8,9 @@ from drafter_service.factory import has_gpu, make_drafter
 from drafter_service.metrics import DrafterMetrics
 from drafter_service.service import DrafterService
 from drafter_service.settings import DrafterSettings
+from engine.model_loader import ModelLoadError, check_files, import_transformers
 from outrider.service.busy_poll import resolve_busy_poll
+from outrider.service.collector import large_imports
 from outrider.service.logs import set_up_logging
 from outrider.service.serving import Registration, Server, run
 from outrider.service.settings import BadSettingsError
@@ -47,12 +49,16 @@ def main(arguments: list[str]) -> int:
         set_up_logging(settings.log_level, "drafter", settings.log_format)
         metrics = DrafterMetrics.from_environment(is_scraped=settings.metrics_listen is not None)
         telemetry = Telemetry.from_environment("drafter")
+        if settings.kind == "model" and settings.model is not None:
+            check_files(settings.model)
+            with large_imports():
+                import_transformers()
         busy_poll_seconds = resolve_busy_poll(settings.busy_poll_seconds, has_gpu=has_gpu(settings))
         return run(
             lambda: make_server(settings, telemetry, metrics, busy_poll_seconds=busy_poll_seconds),
             busy_poll_seconds=busy_poll_seconds,
         )
-    except (BadSettingsError, ValueError, OSError) as error:
+    except (BadSettingsError, ModelLoadError, ValueError, OSError) as error:
         print(f"drafter: {error}", file=sys.stderr)
         return 2
 

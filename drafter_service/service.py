@@ -24,7 +24,7 @@ from drafter_service.engine import (
 )
 from drafter_service.metrics import DrafterMetrics
 from engine.gpu_memory import gpu_memory
-from kernels.random import RANDOM_SCHEME
+from kernels.random_scheme import RANDOM_SCHEME
 from outrider.protocol.errors import InvalidArgumentError, UnavailableError
 from outrider.protocol.handshake import check_compatible
 from outrider.protocol.wire import PROTOCOL_VERSION

@@ -10,13 +10,16 @@ windows come from the lengths of the batch and from the `sliding_window` that ea
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 
+from kernels.node_keys import NodeKeys
 from kernels.paged_attention import paged_attention
 from kernels.store_kv import store_kv
+from kernels.tree_attention import tree_attention
 
 ATTENTION_NAME = "outrider_paged"
 
@@ -49,16 +52,12 @@ class PagedAttention(Protocol):
 
 
 @dataclass(frozen=True)
-class CachedAttention:
+class _StoredAttention(ABC):
     """Attention of one step: stores the step's keys and values in the cache, then attends over the cache."""
 
     key_caches: tuple[torch.Tensor, ...]  # a layer each: [num_blocks, block_size, num_kv_heads, head_dim]
     value_caches: tuple[torch.Tensor, ...]  # as key_caches
     slot_mapping: torch.Tensor  # [num_tokens] int64
-    cu_query_lens: torch.Tensor  # [batch + 1] int32
-    context_lens: torch.Tensor  # [batch] int32
-    block_tables: torch.Tensor  # [batch, max_blocks] int32
-    max_query_len: int
 
     def attend(
         self, call: AttentionCall, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
@@ -70,10 +69,25 @@ class CachedAttention:
         """A layer's key cache and value cache, and the slot of each token, for a kernel that stores by itself."""
         return self.key_caches[layer_index], self.value_caches[layer_index], self.slot_mapping
 
+    @abstractmethod
     def attend_stored(
         self, call: AttentionCall, query: torch.Tensor
     ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
         """Attention over the cache, which the kernel directly before has put the step's keys and values into."""
+
+
+@dataclass(frozen=True)
+class CachedAttention(_StoredAttention):
+    """Tokens that stand one behind another: each sees all before it."""
+
+    cu_query_lens: torch.Tensor  # [batch + 1] int32
+    context_lens: torch.Tensor  # [batch] int32
+    block_tables: torch.Tensor  # [batch, max_blocks] int32
+    max_query_len: int
+
+    def attend_stored(
+        self, call: AttentionCall, query: torch.Tensor
+    ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
         return paged_attention(
             query,
             self.key_caches[call.layer_index],
@@ -83,6 +97,33 @@ class CachedAttention:
             self.block_tables,
             scale=call.scale,
             max_query_len=self.max_query_len,
+            sliding_window=call.sliding_window,
+            softcap=call.softcap,
+            is_after_store=True,
+        )
+
+
+@dataclass(frozen=True)
+class TreeAttention(_StoredAttention):
+    """Nodes of trees: each sees its sequence's prefix and its own ancestors."""
+
+    prefix_lens: torch.Tensor  # [batch] int32
+    block_tables: torch.Tensor  # [batch, max_blocks] int32
+    node_keys: NodeKeys
+    positions: torch.Tensor  # [num_tokens] int64
+
+    def attend_stored(
+        self, call: AttentionCall, query: torch.Tensor
+    ) -> torch.Tensor:  # [num_tokens, num_heads, head_dim]
+        return tree_attention(
+            query,
+            self.key_caches[call.layer_index],
+            self.value_caches[call.layer_index],
+            self.prefix_lens,
+            self.block_tables,
+            self.node_keys,
+            self.positions,
+            scale=call.scale,
             sliding_window=call.sliding_window,
             softcap=call.softcap,
             is_after_store=True,

@@ -42,6 +42,31 @@ class Batch:
         return self.token_ids.shape[0]
 
 
+@dataclass(frozen=True)
+class TreeBatch:
+    """Nodes of trees on the device, ready for the model: W of each of B sequences.
+
+    A sequence's committed tokens are in its blocks, up to `prefix_lens`; its nodes, which stand behind them, have their
+    keys and values in an area of reserved cache slots, in any order. A node's ancestors may be computed in the same
+    pass. To fill up to a fixed shape, put nodes with slot -1 that are nobody's ancestor, and sequences without prefix.
+    """
+
+    token_ids: torch.Tensor  # [B * W] int64, or int32; sequence after sequence
+    positions: torch.Tensor  # [B * W] int64
+    slot_mapping: torch.Tensor  # [B * W] int64, where each node's keys and values go; -1: nowhere
+    logit_rows: torch.Tensor | None  # [num_logit_rows] int64, the nodes whose logits are wanted; None: all
+    prefix_lens: torch.Tensor  # [B] int32
+    block_tables: torch.Tensor  # [B, max_blocks] int32, anything beyond a sequence's prefix
+    node_starts: torch.Tensor  # [B] int64, the cache slot where each sequence's area of E slots begins
+    is_ancestor: torch.Tensor  # [B, W, E] bool, contiguous: places of the area that a node sees, its own among them
+    # [B, E] int32 or int64, contiguous; read where somebody's ancestor is. None: no window is shorter than a tree deep.
+    node_positions: torch.Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        return self.token_ids.shape[0]
+
+
 def build_batch(slices: Sequence[SequenceSlice], *, block_size: int, num_blocks: int, device: torch.device) -> Batch:
     """Pack slices and upload them in one copy, without waiting for the device.
 

@@ -63,6 +63,26 @@ def refuse_foreign_kernels() -> None:
     )
 
 
+def check_files(model_path: Path) -> None:
+    """Raise ModelLoadError where there is no model at all, before anything is imported that takes time."""
+    if not (model_path / "config.json").is_file():
+        raise ModelLoadError(f"{model_path} has no config.json: not the directory of a Hugging Face model")
+    if not any(model_path.glob("*.safetensors")):
+        raise ModelLoadError(f"{model_path} has no weights (*.safetensors)")
+
+
+def import_transformers() -> None:
+    """Import what any model needs and make our attention known to it: seconds, where nobody has before.
+
+    Raises ModelLoadError as `refuse_foreign_kernels` does.
+    """
+    refuse_foreign_kernels()
+
+    from engine.attention import register_attention
+
+    register_attention()
+
+
 def load_model(
     model_path: Path, *, device: torch.device, dtype: torch.dtype, max_length: int | None = None
 ) -> LoadedModel:
@@ -72,14 +92,13 @@ def load_model(
     missing, does not fit together, or is not attention that the paged kernels compute. Code that lies beside the
     weights is not run.
     """
-    refuse_foreign_kernels()
-    _check_files(model_path)
+    check_files(model_path)
+    import_transformers()
 
     import transformers
 
-    from engine.attention import ATTENTION_NAME, register_attention
+    from engine.attention import ATTENTION_NAME
 
-    register_attention()
     if not sys.stderr.isatty():
         # A progress bar is for a person; in a log it would stand between the lines.
         transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
@@ -147,13 +166,6 @@ def _memory_for_each_weight() -> Iterator[None]:
         yield
     finally:
         modeling_utils.caching_allocator_warmup = warm_up
-
-
-def _check_files(model_path: Path) -> None:
-    if not (model_path / "config.json").is_file():
-        raise ModelLoadError(f"{model_path} has no config.json: not the directory of a Hugging Face model")
-    if not any(model_path.glob("*.safetensors")):
-        raise ModelLoadError(f"{model_path} has no weights (*.safetensors)")
 
 
 def _check_config(config: Any) -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
-from engine.attention import CachedAttention
-from engine.batch import Batch, SequenceSlice, build_batch
+from engine.attention import CachedAttention, TreeAttention
+from engine.batch import Batch, SequenceSlice, TreeBatch, build_batch
 from engine.fusion import fuse
-from engine.kv_cache import KVCache, bytes_per_block, check_block_size, num_blocks_within
+from engine.kv_cache import KVCache, bytes_per_block, check_block_size, num_blocks_within, num_reserved_blocks
 from engine.model_loader import load_model
+from kernels.copy_kv import copy_kv
 from kernels.dispatch import runs_triton_on
+from kernels.node_keys import collect_node_keys
 
 _logger = logging.getLogger(__name__)
 
@@ -35,6 +37,7 @@ class ModelRunner:
         dtype: torch.dtype,
         block_size: int = 16,
         num_blocks: int | None = None,  # None: as many as fit
+        num_reserved_slots: int = 0,  # of the KV cache, beside the blocks: for nodes of trees
         memory_fraction: float = 0.9,  # of what is free on a GPU after loading, for the KV cache; unless num_blocks
         cpu_cache_bytes: int = 512 << 20,  # for the KV cache on a CPU; unless num_blocks
         max_num_batched_tokens: int = 2048,
@@ -59,14 +62,24 @@ class ModelRunner:
             _logger.info("%s", fuse(loaded.model))
         if num_blocks is None:
             budget = _free_bytes(device, memory_fraction) if device.type == "cuda" else cpu_cache_bytes
-            num_blocks = num_blocks_within(budget, loaded.layers, block_size, dtype)
+            num_blocks = num_blocks_within(
+                budget, loaded.layers, block_size, dtype, num_reserved_slots=num_reserved_slots
+            )
         self._model = loaded.model
         self._keeps_chosen_logits = loaded.keeps_chosen_logits
-        self._cache = KVCache(loaded.layers, num_blocks=num_blocks, block_size=block_size, dtype=dtype, device=device)
+        self._cache = KVCache(
+            loaded.layers,
+            num_blocks=num_blocks,
+            block_size=block_size,
+            dtype=dtype,
+            device=device,
+            num_reserved_slots=num_reserved_slots,
+        )
         self.device = device
         self.dtype = dtype
         self.block_size = block_size
         self.num_blocks = num_blocks
+        self.first_reserved_slot = self._cache.first_reserved_slot
         self.max_num_batched_tokens = max_num_batched_tokens
         self.vocab_size = loaded.vocab_size
         self._first_masked_id = loaded.vocab_size
@@ -79,40 +92,39 @@ class ModelRunner:
                 self.max_length,
                 loaded.max_length,
             )
+        num_all_blocks = num_blocks + num_reserved_blocks(num_reserved_slots, block_size)
         _logger.info(
-            "KV cache: %d blocks of %d tokens, %d bytes",
+            "KV cache: %d blocks of %d tokens and %d reserved tokens, %d bytes",
             num_blocks,
             block_size,
-            num_blocks * bytes_per_block(loaded.layers, block_size, dtype),
+            num_reserved_slots,
+            num_all_blocks * bytes_per_block(loaded.layers, block_size, dtype),
         )
 
     @torch.inference_mode()
-    def execute(self, slices: Sequence[SequenceSlice]) -> torch.Tensor:  # [sum of num_logit_rows, vocab_size]
+    def execute(
+        self, slices: Sequence[SequenceSlice], complete: Callable[[Batch], None] | None = None
+    ) -> torch.Tensor:  # [sum of num_logit_rows, vocab_size]
         """Compute the slices' tokens, keep their keys and values, and return the logits asked for.
 
+        `complete` may put into the batch what only the device knows, before it is computed.
         The logits are on the device, in the model's dtype, in the order of the slices and their tokens; on a GPU they
         may still be under way. Raises ValueError, before anything is computed, for slices that break a limit.
         """
         self._check_limits(slices)
         batch = build_batch(slices, block_size=self.block_size, num_blocks=self.num_blocks, device=self.device)
+        if complete is not None:
+            complete(batch)
         return self.forward(batch)
 
     @torch.inference_mode()
-    def forward(self, batch: Batch) -> torch.Tensor:  # [num_logit_rows, vocab_size]
+    def forward(self, batch: Batch | TreeBatch) -> torch.Tensor:  # [num_logit_rows, vocab_size]
         """`execute` for a batch that is on the device already, unchecked; on a GPU it may be captured in a graph.
 
         To fill a batch up to a fixed shape, put tokens with slot -1 behind the others, which are computed and kept
         nowhere, and sequences with neither tokens nor context, which are skipped.
         """
-        attention = CachedAttention(
-            key_caches=self._cache.keys,
-            value_caches=self._cache.values,
-            slot_mapping=batch.slot_mapping,
-            cu_query_lens=batch.cu_query_lens,
-            context_lens=batch.context_lens,
-            block_tables=batch.block_tables,
-            max_query_len=batch.max_query_len,
-        )
+        attention = self._attention(batch)
         rows = batch.logit_rows
         chosen = {"logits_to_keep": rows} if self._keeps_chosen_logits and rows is not None else {}
         logits: torch.Tensor = self._model(
@@ -127,6 +139,37 @@ class ModelRunner:
             # Here and not at the output layer, behind which some models bend their logits.
             logits[:, self._first_masked_id :] = -torch.inf
         return logits
+
+    def _attention(self, batch: Batch | TreeBatch) -> CachedAttention | TreeAttention:
+        if isinstance(batch, Batch):
+            return CachedAttention(
+                key_caches=self._cache.keys,
+                value_caches=self._cache.values,
+                slot_mapping=batch.slot_mapping,
+                cu_query_lens=batch.cu_query_lens,
+                context_lens=batch.context_lens,
+                block_tables=batch.block_tables,
+                max_query_len=batch.max_query_len,
+            )
+        return TreeAttention(
+            key_caches=self._cache.keys,
+            value_caches=self._cache.values,
+            slot_mapping=batch.slot_mapping,
+            prefix_lens=batch.prefix_lens,
+            block_tables=batch.block_tables,
+            node_keys=collect_node_keys(batch.is_ancestor, batch.node_starts, batch.node_positions),
+            positions=batch.positions,
+        )
+
+    @torch.inference_mode()
+    def copy_kv(
+        self,
+        sources: torch.Tensor,  # [num_pairs] int64, cache slots; -1 for a pair that copies nothing
+        destinations: torch.Tensor,  # [num_pairs] int64, as sources
+    ) -> None:
+        """Copy keys and values of all layers from slot to slot, as `kernels.copy_kv` does; it may be captured."""
+        for stack in self._cache.stacks:
+            copy_kv(stack, sources, destinations)
 
     def mask_ids_from(self, first_id: int) -> None:
         """Give token ids from this one on no probability: for the rows by which a vocabulary is padded.

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 import torch
 
+from engine.batch import Batch
 from engine.block_manager import BlockTable
 from engine.upload import upload
 from kernels.step_rows import SlotState
@@ -106,6 +107,22 @@ class DeviceSlots:
             self._tables.index_copy_(0, where, what)
         if new:
             self._write_sampling(new)
+
+    def continue_in(self, batch: Batch, rows: Sequence[int], slots: Sequence[Slot], *, block_size: int) -> None:
+        """Let some rows of a batch, a single token each, begin with the last tokens of their slots, where these stand.
+
+        What the batch has instead of them, and as their lengths, is written over; its block tables reach as far as the
+        slots may have come.
+        """
+        where, indexes = upload(self._device, np.array(rows, np.int64), np.array([slot.index for slot in slots]))
+        lengths = self.state.lengths[indexes]
+        positions = lengths - 1
+        blocks = batch.block_tables[where, positions // block_size].long()
+        places = batch.cu_query_lens[where].long()
+        batch.token_ids[places] = self.state.last_tokens[indexes].long()
+        batch.positions[places] = positions
+        batch.slot_mapping[places] = blocks * block_size + positions % block_size
+        batch.context_lens[where] = lengths.int()
 
     def _write_sampling(self, new: list[tuple[Slot, SamplingParameters]]) -> None:
         state, parameters = self.state, [sampling for _, sampling in new]

@@ -109,8 +109,8 @@ class PassKind(Enum):
     """How a pass ran; the values are metrics' labels."""
 
     GRAPH = "graph"
-    PROMPT = "prompt"  # chunks of prompts alone, which no graph holds
-    EAGER = "eager"  # something that decodes, without a graph
+    PROMPT = "prompt"  # chunks of prompts, which no graph holds, and what decodes along with them
+    EAGER = "eager"  # something that decodes and that no graph holds
 
 
 class Pass(Protocol[ResultT]):

@@ -1,7 +1,7 @@
 """Device functions of `kernels.draft_sample` that rank what may follow by log q + g.
 
-The F best of all tokens are in the F groups with the best tokens: the pass over all logits leaves the best of each group
-behind, and only the tokens of F groups are looked at again.
+The F best of all tokens are in the F groups with the best tokens: the pass over all logits leaves the best of each
+group behind, and only the tokens of F groups are looked at again.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 # Triton's decorators and device functions carry no types.
@@ -59,8 +59,8 @@ def _group_keys_kernel(
             tl.load(seeds_ptr + row),
             tl.load(positions_ptr + row),
             threshold,
-            False,
             None,
+            0,
             logits_ptr,
             logits_stride,
             None,
@@ -105,9 +105,7 @@ def store_best_of_all(
     scale = _LOG2_E / temperature
     groups = tl.arange(0, NUM_GROUPS)
     is_filled = groups * GROUP < vocab_size
-    maxima = tl.load(
-        maxima_ptr + row * num_blocks + groups // (BLOCK // GROUP), mask=is_filled, other=float("-inf")
-    )
+    maxima = tl.load(maxima_ptr + row * num_blocks + groups // (BLOCK // GROUP), mask=is_filled, other=float("-inf"))
     maximum = finite_or_zero(tl.max(maxima, axis=0))
     keys = tl.load(group_keys_ptr + row * num_groups + groups, mask=is_filled, other=float("inf"))
     keys = tl.where(is_filled, ordered_keys((maxima - maximum) * scale - keys, 32), ABSENT)

@@ -119,9 +119,7 @@ def _new_sample(batch_size: int, num_candidates: int, num_outcomes: int, device:
     )
 
 
-def _check_out(
-    out: DraftSample, batch_size: int, num_candidates: int, num_outcomes: int, device: torch.device
-) -> None:
+def _check_out(out: DraftSample, batch_size: int, num_candidates: int, num_outcomes: int, device: torch.device) -> None:
     i32, shape = (torch.int32,), (batch_size, num_candidates)
     check_tensor("out.token_ids", out.token_ids, shape[:1], i32, device)
     check_tensor("out.candidate_ids", out.candidate_ids, shape, i32, device)

@@ -8,20 +8,18 @@ verify step are one case here: sequence i has `query_lens[i]` new tokens, the la
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from itertools import groupby
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 
+from kernels.dense_attention import GatheredCache
 from kernels.dispatch import runs_triton
 
-# The plain-torch path attends to tiles of at most so many queries, so that masks stay small, and gathers about so many
-# elements of keys at a time, so that they are still in a core's cache when they are used.
+# The plain-torch path attends to tiles of at most so many queries, so that masks stay small.
 _REFERENCE_TILE_QUERIES = 128
-_REFERENCE_GATHERED_ELEMENTS = 400_000
 
 
 def paged_attention(
@@ -88,11 +86,7 @@ def paged_attention_reference(
     """
     output = torch.empty_like(query, memory_format=torch.contiguous_format)
     block_size, num_kv_heads, head_dim = key_cache.shape[1:]
-    # One scratch for all gathers: fresh memory of this size costs more in page faults than the gathers themselves.
-    most_gathered = max(_REFERENCE_GATHERED_ELEMENTS // (num_kv_heads * head_dim), int(context_lens.max()))
-    key_scratch = key_cache.new_empty(most_gathered, num_kv_heads, head_dim)
-    value_scratch = torch.empty_like(key_scratch)
-
+    cache = GatheredCache(key_cache, value_cache, int(context_lens.max()))
     tiles = _query_tiles(cu_query_lens.tolist(), context_lens.tolist(), min(max_query_len, _REFERENCE_TILE_QUERIES))
     for _, batch in groupby(tiles, key=_length_class):
         sequence, first_token, num_queries, context_len = torch.tensor(list(batch), device=query.device).T.unsqueeze(2)
@@ -107,19 +101,12 @@ def paged_attention_reference(
         # The query heads of a kv head become rows of one matrix, so that its keys are read once for all of them.
         rows = query[token].view(*token.shape, num_kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)
         attended = torch.empty_like(rows, memory_format=torch.contiguous_format)
-        for start, end, num_keys in _gathers(context_len.flatten().tolist(), most_gathered):
+        for start, end, num_keys in cache.runs(context_len.flatten().tolist()):
             keys = key_position[:num_keys]
             is_seen = keys <= query_position[start:end]  # [tiles, queries, keys]
             if sliding_window is not None:
                 is_seen &= keys > query_position[start:end] - sliding_window
-            attended[start:end] = _attend_densely(
-                rows[start:end],
-                _gather(key_cache, slot[start:end, :num_keys], key_scratch),
-                _gather(value_cache, slot[start:end, :num_keys], value_scratch),
-                is_seen,
-                scale,
-                softcap,
-            )
+            attended[start:end] = cache.attend(rows[start:end], slot[start:end, :num_keys], is_seen, scale, softcap)
         output[token] = attended.permute(0, 3, 1, 2, 4).flatten(2, 3)
     return output
 
@@ -148,42 +135,3 @@ def _query_tiles(cu_query_lens: list[int], context_lens: list[int], most_queries
                 _QueryTile(sequence, first_token, num_queries, context_len - (end - first_token - num_queries))
             )
     return sorted(tiles, key=lambda tile: (_length_class(tile), tile.context_len))
-
-
-def _gathers(context_lens: list[int], most_gathered: int) -> Iterator[tuple[int, int, int]]:
-    """Ranges (start, end, keys) of tiles sorted by context, padded to the last's, that fit the scratch together."""
-    start = 0
-    for end in range(1, len(context_lens) + 1):
-        if end == len(context_lens) or (end + 1 - start) * context_lens[end] > most_gathered:
-            yield start, end, context_lens[end - 1]
-            start = end
-
-
-def _gather(
-    cache: torch.Tensor,  # [num_blocks, block_size, num_kv_heads, head_dim]
-    slot: torch.Tensor,  # [tiles, keys]
-    scratch: torch.Tensor,  # [at least tiles * keys, num_kv_heads, head_dim], overwritten
-) -> torch.Tensor:  # [tiles, num_kv_heads, keys, head_dim], a view of the scratch
-    gathered = scratch[: slot.numel()]
-    torch.index_select(cache.flatten(0, 1), 0, slot.flatten(), out=gathered)
-    return gathered.view(*slot.shape, *cache.shape[2:]).transpose(1, 2)
-
-
-def _attend_densely(
-    query: torch.Tensor,  # [tiles, num_kv_heads, group_size, queries, head_dim]
-    key: torch.Tensor,  # [tiles, num_kv_heads, keys, head_dim]
-    value: torch.Tensor,  # as key
-    is_seen: torch.Tensor,  # [tiles, queries, keys] bool
-    scale: float,
-    softcap: float | None,
-) -> torch.Tensor:  # [tiles, num_kv_heads, group_size, queries, head_dim]
-    rows = query.flatten(2, 3)
-    is_seen = is_seen.repeat(1, query.shape[2], 1).unsqueeze(1)
-    if softcap is None:
-        attended = F.scaled_dot_product_attention(rows, key, value, attn_mask=is_seen, scale=scale)
-    else:
-        compute_dtype = torch.promote_types(query.dtype, torch.float32)
-        scores = (rows.to(compute_dtype) @ key.to(compute_dtype).mT) * scale
-        scores = (softcap * torch.tanh(scores / softcap)).masked_fill(~is_seen, float("-inf"))
-        attended = (scores.softmax(dim=-1) @ value.to(compute_dtype)).to(query.dtype)
-    return attended.view(query.shape)

@@ -4,22 +4,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from kernels.dependent_launch import has_dependent_launch
-
-# Measured on an H200 of 132 multiprocessors, each of which holds two programs of 64 keys an iteration or four of 32.
-# One program a multiprocessor reads nearly as fast as two, and a second split costs more to merge than it saves, unless
-# there are so few sequences that merging is cheap.
-_NUM_MULTIPROCESSORS = 132
-_MOST_PAIRS_TO_SPLIT_FINELY = 16
-_NUM_KEYS = 64  # in an iteration, at most
-_MOST_SPLITS = 32
+from kernels.split_attention_triton import (
+    MOST_KEYS,
+    MOST_SPLITS,
+    NUM_MULTIPROCESSORS,
+    SplitTiling,
+    attend_to_tile,
+    merge_splits,
+    most_queries,
+)
 
 
 def launch_split_attention(
@@ -122,56 +121,20 @@ def distinct_batches(
     most_context: int,
 ) -> list[tuple[int, int]]:  # (number of sequences, tokens of context of each)
     """Batches that between them need each variant that these kernels have for queries of this length."""
+    # However many heads share a kv head: that decides only about the rows.
+    if query_len > most_queries(1, head_dim, dtype):
+        return []  # too many rows, whatever the batch
     found: dict[tuple[int, int], tuple[int, int]] = {}
     # Larger batches are not split, and longer contexts not into more parts.
-    most_sequences = min(most_sequences, 2 * _NUM_MULTIPROCESSORS // num_kv_heads + 1)
-    most_context = min(most_context, _MOST_SPLITS * _NUM_KEYS)
+    most_sequences = min(most_sequences, 2 * NUM_MULTIPROCESSORS // num_kv_heads + 1)
+    most_context = min(most_context, MOST_SPLITS * MOST_KEYS)
     for num_sequences in range(1, most_sequences + 1):
         for context_len in range(-(-query_len // block_size) * block_size, most_context + 1, block_size):
             pairs = num_sequences * num_kv_heads
-            # However many heads share a kv head: that decides only about the rows.
             tiling = SplitTiling.choose(query_len, 1, head_dim, dtype, num_pairs=pairs, max_context_len=context_len)
-            if tiling is None:
-                return []  # too many rows, whatever the batch
             variant = (tiling.num_keys, triton.next_power_of_2(tiling.num_splits))
             found.setdefault(variant, (num_sequences, context_len))
     return list(found.values())
-
-
-@dataclass(frozen=True)
-class SplitTiling:
-    """How much of the problem one program holds, and how many share a sequence's kv head."""
-
-    num_rows: int  # queries times query heads of a kv head, padded to a power of two
-    num_keys: int  # in one iteration
-    num_splits: int
-    num_warps: int
-    num_stages: int
-
-    @staticmethod
-    def choose(
-        max_query_len: int, group_size: int, head_dim: int, dtype: torch.dtype, *, num_pairs: int, max_context_len: int
-    ) -> SplitTiling | None:
-        """None where the rows are too many for one program. A pair is a sequence and a kv head."""
-        num_rows = max(16, triton.next_power_of_2(max_query_len * group_size))
-        # What a program holds has to fit its registers: float32 is multiplied without tensor cores.
-        if dtype.itemsize > 2:
-            most_rows, num_keys = 32, 16
-        else:
-            most_rows, num_keys = 64, _NUM_KEYS if num_pairs <= 2 * _NUM_MULTIPROCESSORS else 32
-        if head_dim > 128:
-            most_rows //= 2
-        if num_rows > most_rows:
-            return None
-        enough_programs = _NUM_MULTIPROCESSORS * (2 if num_pairs <= _MOST_PAIRS_TO_SPLIT_FINELY else 1)
-        most_splits = min(_MOST_SPLITS, triton.cdiv(max_context_len, num_keys))
-        return SplitTiling(
-            num_rows=num_rows,
-            num_keys=num_keys,
-            num_splits=max(1, min(most_splits, enough_programs // num_pairs)),
-            num_warps=4,
-            num_stages=3 if head_dim <= 128 else 2,
-        )
 
 
 # Not specialized on: numbers that change from step to step, which would compile again for 1 and for multiples of 16.
@@ -230,8 +193,6 @@ def _split_attention_kernel(
     if (query_len == 0) | (key_start >= context_len):
         return
 
-    # Queries are columns and keys are rows of the products: a handful of queries would waste most of a matrix unit's
-    # rows, and of its columns only a few are needed.
     row = tl.arange(0, NUM_ROWS)
     query_index = row // GROUP_SIZE
     head = kv_head * GROUP_SIZE + row % GROUP_SIZE
@@ -246,11 +207,9 @@ def _split_attention_kernel(
     )
     query_position = context_len - query_len + query_index
 
-    LOG2_E: tl.constexpr = 1.4426950408889634
     key_cache_ptr += kv_head * HEAD_DIM
     value_cache_ptr += kv_head * HEAD_DIM
     largest = tl.full([NUM_ROWS], float("-inf"), tl.float32)
-    # Summed over keys only at the end: a sum across warps costs a barrier, and the largest score needs one already.
     totals = tl.zeros([NUM_KEYS, NUM_ROWS], tl.float32)
     attended = tl.zeros([HEAD_DIM_PADDED, NUM_ROWS], tl.float32)
     for start in range(key_start, context_len, step):
@@ -269,27 +228,12 @@ def _split_attention_kernel(
         next_position = key_position + step
         block = tl.load(block_table_ptr + next_position // BLOCK_SIZE, mask=next_position < context_len, other=0)
 
-        scores = tl.dot(key, query, input_precision="ieee")
-        if SOFTCAP is not None:
-            # tanh(x) = 1 - 2 / (exp(2x) + 1), right at both ends, where exp is 0 or infinite.
-            scores = 1.0 - 2.0 / (tl.exp2(scores * (scale * (2.0 * LOG2_E / SOFTCAP))) + 1.0)
-            factor = SOFTCAP * LOG2_E
-        else:
-            factor = scale * LOG2_E
         is_seen = key_position[:, None] <= query_position[None, :]
         if SLIDING_WINDOW is not None:
             is_seen &= key_position[:, None] > query_position[None, :] - SLIDING_WINDOW
-        scores = tl.where(is_seen, scores, float("-inf"))
-
-        new_largest = tl.maximum(largest, tl.max(scores, axis=0) * factor)
-        # A query that has seen no key yet, before its window begins: any finite number keeps inf - inf out.
-        pivot = tl.where(new_largest == float("-inf"), 0.0, new_largest)
-        weights = tl.exp2(scores * factor - pivot[None, :])
-        decay = tl.exp2(largest - pivot)
-        totals = totals * decay[None, :] + weights
-        attended *= decay[None, :]
-        attended = tl.dot(tl.trans(value), weights.to(value.dtype), attended, input_precision="ieee")
-        largest = new_largest
+        largest, totals, attended = attend_to_tile(
+            key, value, query, is_seen, largest, totals, attended, scale, SOFTCAP=SOFTCAP
+        )
 
     if IS_FOLLOWED:
         # Now and not earlier: waiting programs would slow down those that still read a long context.
@@ -345,17 +289,16 @@ def _merge_splits_kernel(
         key_start = tl.maximum(context_len - query_len - SLIDING_WINDOW + 1, 0) // NUM_KEYS * NUM_KEYS
 
     split = tl.arange(0, NUM_SPLITS_PADDED)
-    dim = tl.arange(0, HEAD_DIM_PADDED)
     # The others exited and left their part unwritten.
     is_written = (split < num_splits) & (key_start + split * NUM_KEYS < context_len)
     row = ((sequence * num_splits + split) * tl.num_programs(1) + query_index) * NUM_HEADS + head
-    log_totals = tl.load(log_totals_ptr + row, mask=is_written, other=float("-inf"))
-    partial = tl.load(
-        partial_ptr + row[:, None] * HEAD_DIM + dim[None, :],
-        mask=is_written[:, None] & (dim < HEAD_DIM)[None, :],
-        other=0.0,
-    )
-    weights = tl.exp2(log_totals - tl.max(log_totals, axis=0))
-    merged = tl.sum(partial * weights[:, None], axis=0) / tl.sum(weights, axis=0)
     token = (first_token + query_index).to(tl.int64)
-    tl.store(output_ptr + (token * NUM_HEADS + head) * HEAD_DIM + dim, merged, mask=dim < HEAD_DIM)
+    merge_splits(
+        output_ptr + (token * NUM_HEADS + head) * HEAD_DIM,
+        partial_ptr,
+        log_totals_ptr,
+        row,
+        is_written,
+        HEAD_DIM=HEAD_DIM,
+        HEAD_DIM_PADDED=HEAD_DIM_PADDED,
+    )

@@ -10,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.paged_attention_split_triton import SplitTiling, launch_split_attention
+from kernels.paged_attention_split_triton import launch_split_attention
+from kernels.split_attention_triton import SplitTiling, most_queries
 
 
 def launch_paged_attention(
@@ -40,15 +41,7 @@ def launch_paged_attention(
     if num_tokens == 0:
         return output
     group_size = num_heads // num_kv_heads
-    split_tiling = SplitTiling.choose(
-        max_query_len,
-        group_size,
-        head_dim,
-        query.dtype,
-        num_pairs=num_sequences * num_kv_heads,
-        max_context_len=block_tables.shape[1] * block_size,
-    )
-    if split_tiling is not None:
+    if max_query_len <= most_queries(group_size, head_dim, query.dtype):
         launch_split_attention(
             output,
             query,
@@ -62,7 +55,14 @@ def launch_paged_attention(
             sliding_window=sliding_window,
             softcap=softcap,
             is_after_store=is_after_store,
-            tiling=split_tiling,
+            tiling=SplitTiling.choose(
+                max_query_len,
+                group_size,
+                head_dim,
+                query.dtype,
+                num_pairs=num_sequences * num_kv_heads,
+                max_context_len=block_tables.shape[1] * block_size,
+            ),
         )
         return output
     tiling = _Tiling.choose(max_query_len, group_size, head_dim, query.dtype)

@@ -47,9 +47,7 @@ def reference_rejection_sample(
     is_tested = (is_random & ~draws_all)[draft_sequences]
     row_sequences = sequences.repeat_interleave(num_draft + 1)
     row_positions = positions[row_sequences] + torch.arange(total_draft + batch_size) - first_rows[row_sequences]
-    target = _Target(
-        logits, thresholds, temperature[row_sequences], seeds[row_sequences], row_positions, block_size
-    )
+    target = _Target(logits, thresholds, temperature[row_sequences], seeds[row_sequences], row_positions, block_size)
 
     # The target's own tokens: of every row where they are compared with the drafts, of the rest when it is known which.
     own_tokens = torch.zeros(total_draft + batch_size, dtype=torch.int64)
@@ -68,9 +66,7 @@ def reference_rejection_sample(
         noise = uniforms(keyed_words(seeds[row_sequences[tested_rows]], row_positions[tested_rows], Purpose.ACCEPT))
         masses = target.masses(tested_rows, candidates.ids[tested, :1]).squeeze(1) * candidates.is_valid[tested]
         # u < p(x) / q(x), multiplied out.
-        accepted[tested] = (
-            noise * candidates.draft_weights[tested] * target.totals[tested_rows] < masses * WEIGHT_TOTAL
-        )
+        accepted[tested] = noise * candidates.draft_weights[tested] * target.totals[tested_rows] < masses * WEIGHT_TOTAL
 
     steps = torch.zeros(batch_size, width, dtype=torch.bool)
     steps[draft_sequences, draft_steps] = accepted

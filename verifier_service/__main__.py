@@ -2,35 +2,20 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 
-from engine.device import resolve_device
+from engine.model_loader import ModelLoadError, check_files, import_transformers
 from outrider.service.busy_poll import resolve_busy_poll
+from outrider.service.collector import large_imports
 from outrider.service.logs import set_up_logging
-from outrider.service.serving import Registration, Server, run
+from outrider.service.serving import run
 from outrider.service.settings import BadSettingsError
 from outrider.service.telemetry import Telemetry
-from outrider.v1 import verifier_pb2, verifier_pb2_grpc
 from verifier_service.metrics import VerifierMetrics
-from verifier_service.service import VerifierService
 from verifier_service.settings import VerifierSettings
-from verifier_service.target import make_target
 
-
-def make_server(
-    settings: VerifierSettings,
-    telemetry: Telemetry,
-    metrics: VerifierMetrics | None = None,
-    *,
-    busy_poll_seconds: float = 0.0,
-) -> Server:
-    """The whole service, not yet started."""
-    service = VerifierService(settings, make_target(settings), telemetry, metrics, busy_poll_seconds=busy_poll_seconds)
-    name = verifier_pb2.DESCRIPTOR.services_by_name["VerifierService"].full_name
-    registration = Registration(
-        name, lambda server: verifier_pb2_grpc.add_VerifierServiceServicer_to_server(service, server)
-    )
-    return Server(settings, service, [registration], metrics=metrics)
+logger = logging.getLogger(__name__)
 
 
 def main(arguments: list[str]) -> int:
@@ -40,6 +25,13 @@ def main(arguments: list[str]) -> int:
         set_up_logging(settings.log_level, "verifier", settings.log_format)
         metrics = VerifierMetrics.from_environment(is_scraped=settings.metrics_listen is not None)
         telemetry = Telemetry.from_environment("verifier")
+        check_files(settings.model)
+        with large_imports():
+            import_transformers()
+        # Not above: these import torch, and what is wrong with the settings is told before seconds go by.
+        from engine.device import resolve_device
+        from verifier_service.server import make_server
+
         busy_poll_seconds = resolve_busy_poll(
             settings.busy_poll_seconds, has_gpu=resolve_device(settings.device).type == "cuda"
         )
@@ -47,6 +39,9 @@ def main(arguments: list[str]) -> int:
             lambda: make_server(settings, telemetry, metrics, busy_poll_seconds=busy_poll_seconds),
             busy_poll_seconds=busy_poll_seconds,
         )
+    except ModelLoadError as error:
+        logger.error("cannot start: %s", error)
+        return 1
     except (BadSettingsError, ValueError) as error:
         print(f"verifier: {error}", file=sys.stderr)
         return 2

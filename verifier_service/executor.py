@@ -1,4 +1,4 @@
-"""Runs the target's steps: what a graph holds in a graph, prompts and the rest in a pass of their own behind it."""
+"""Runs the target's steps: what decodes in graphs or along with prompts, and the rest in a pass without a graph."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from engine.batch import SequenceSlice
+from engine.batch import Batch, SequenceSlice
 from engine.block_manager import BlockManager, BlockTable
 from engine.cuda_graph import GraphPool
 from engine.draft_tokens import DraftRows, DraftTokens, concatenate
@@ -31,6 +31,12 @@ from verifier_service.passes import DevicePass, RowLogprobs
 logger = logging.getLogger(__name__)
 
 _WARNING_SECONDS = 60.0
+
+# From so many tokens of prompts on, what decodes rides along with them instead of in a graph ahead of them. There its
+# tokens cost what they take to compute, and in a graph a whole reading of the weights; but its results come no earlier
+# than the prompts'. A pass without a graph takes at least as long as its launches, so a graph ahead of it is free if
+# both together are through by then. An 8B model on an H200: launches take 12 ms, a graph 5 ms, a prompt's token 22 us.
+MIN_PROMPT_TOKENS_TO_RIDE = 320
 
 
 class TargetExecutor:
@@ -79,8 +85,7 @@ class TargetExecutor:
 
     def submit(self, rows: Sequence[Row]) -> list[Pass[Sampled]]:
         """Begin a step; what goes wrong with one of its passes is told by this pass."""
-        graphs = self._graphs
-        in_graph = [index for index, row in enumerate(rows) if graphs is not None and graphs.fits(row)]
+        in_graph = [] if _ride(rows) else [index for index, row in enumerate(rows) if self._fits(row)]
         others = sorted(set(range(len(rows))).difference(in_graph))
         passes: list[Pass[Sampled]] = []
         for kind, indexes, run in (
@@ -160,13 +165,13 @@ class TargetExecutor:
 
     @torch.inference_mode()
     def _run_eagerly(self, indexes: Sequence[int], rows: Sequence[Row]) -> Pass[Sampled]:
-        is_prompt = all(row.wanted is Wanted.NOTHING or len(row.token_ids) > 1 for row in rows)
-        if self._graphs is not None and not is_prompt:
-            self._warn(len(rows))
-        logits = self._runner.execute([_slice(row) for row in rows])
+        num_unfit = sum(not (_is_prompt(row) or self._fits(row)) for row in rows)
+        if self._graphs is not None and num_unfit:
+            self._warn(num_unfit)
+        logits = self._runner.execute([self._slice(row) for row in rows], lambda batch: self._continue_in(batch, rows))
         is_sampled = [row.wanted is Wanted.TOKENS for row in rows]
         places = [place for place, is_wanted in enumerate(is_sampled) if is_wanted]
-        kind = PassKind.PROMPT if is_prompt else PassKind.EAGER
+        kind = PassKind.EAGER if num_unfit else PassKind.PROMPT
         if not places:
             return DevicePass(indexes, kind, np.zeros((len(rows), 1), np.int32), is_sampled, None, self._event())
         sampled = [rows[place] for place in places]
@@ -182,14 +187,18 @@ class TargetExecutor:
         rows: Sequence[Row],
         width: int,  # of the results; 0: as wide as they are
     ) -> torch.Tensor:  # [len(rows), width] int32: number of accepted draft tokens, then the tokens
-        """Sample rows that the host knows all of, and move their slots on."""
-        positions = [row.start + len(row.token_ids) for row in rows]
+        """Sample rows, and move their slots on."""
         tensors = SamplingTensors.build(
             [row.sampling for row in rows],
-            positions=positions,
+            positions=[row.start + len(row.token_ids) for row in rows],
             vocabulary_size=self._runner.vocab_size,
             device=self._device,
         )
+        chained = [place for place, row in enumerate(rows) if row.is_chained]
+        if chained:
+            slots = np.array([rows[place].slot.index for place in chained])
+            lengths = self._device_slots.state.lengths[self._put(slots)]
+            tensors.positions.index_copy_(0, self._put(np.array(chained)), lengths)
         num_drafts = [len(row.drafts.token_ids) for row in rows]
         # In a graph's shapes where there are graphs: others would be other kernels, which the first of them waits for.
         most, min_candidates = max(num_drafts), 0
@@ -297,12 +306,39 @@ class TargetExecutor:
                 self._num_candidates,
             )
 
+    def _continue_in(self, batch: Batch, rows: Sequence[Row]) -> None:
+        chained = [place for place, row in enumerate(rows) if row.is_chained]
+        if chained:
+            slots = [rows[place].slot for place in chained]
+            self._device_slots.continue_in(batch, chained, slots, block_size=self._runner.block_size)
 
-def _slice(row: Row) -> SequenceSlice:
-    return SequenceSlice(
-        token_ids=[*row.token_ids, *row.drafts.token_ids],
-        start=row.start,
-        block_ids=row.blocks,
-        # The last committed token's row decides the first draft token's position, a draft token's row the one behind.
-        num_logit_rows=1 + len(row.drafts.token_ids) if row.wanted is Wanted.TOKENS else 0,
+    def _fits(self, row: Row) -> bool:
+        return self._graphs is not None and self._graphs.fits(row)
+
+    def _slice(self, row: Row) -> SequenceSlice:
+        token_ids, start = [*row.token_ids, *row.drafts.token_ids], row.start
+        if row.is_chained:
+            # Only the device knows which token, and where: at the furthest position, so that all blocks are there.
+            token_ids, start = [0], min(len(row.blocks) * self._runner.block_size, self._runner.max_length) - 1
+        return SequenceSlice(
+            token_ids=token_ids,
+            start=start,
+            block_ids=row.blocks,
+            # The last committed token's row decides the first draft token's position, a draft token's the one behind.
+            num_logit_rows=1 + len(row.drafts.token_ids) if row.wanted is Wanted.TOKENS else 0,
+        )
+
+
+def _is_prompt(row: Row) -> bool:
+    return row.wanted is Wanted.NOTHING or len(row.token_ids) > 1
+
+
+def _ride(rows: Sequence[Row]) -> bool:
+    """Whether what decodes runs in one pass with the prompts.
+
+    What follows a step in flight always does: while the device works on that, launches take no time of it.
+    """
+    num_prompt_tokens = sum(len(row.token_ids) for row in rows if _is_prompt(row))
+    return num_prompt_tokens >= MIN_PROMPT_TOKENS_TO_RIDE or (
+        num_prompt_tokens > 0 and any(row.is_chained for row in rows)
     )

@@ -63,8 +63,8 @@ class VerifierMetrics(ServiceMetrics):
         self.passes = make.counter(
             "outrider.verifier.passes",
             "{pass}",
-            "Passes of the target model: graph, prompt (chunks of prompts, which no CUDA graph holds), or eager "
-            "(something that decodes, without a CUDA graph)",
+            "Passes of the target model: graph, prompt (chunks of prompts, and what decodes along with them), or eager "
+            "(something that decodes and that no CUDA graph holds)",
             {"kind": tuple(kind.value for kind in PassKind)},
         )
         self.tokens = make.counter(

@@ -89,8 +89,8 @@ class Scheduler:
         """The next step: (its parts, the sequences in it that run for the first time).
 
         It is to be submitted as it is, before anything else happens to its sequences. Those of steps in flight are left
-        out, unless nobody speculates and no prompt waits: then they go on from the token that is still being sampled,
-        where the executor can do that.
+        out, unless nobody speculates: then they go on from the token that is still being sampled, where the executor
+        can do that.
         """
         self._step += 1
         self.is_short = False
@@ -141,8 +141,6 @@ class Scheduler:
         in_flight: list[tuple[int, TargetSequence]] = []  # and their places
         chained: dict[TargetSequence, Scheduled] = {}
         num_speculating = 0
-        # Whether a prompt is under way, or could be: steps that follow each other at once would leave it too little.
-        has_prompts = bool(self.queue) and len(self.running) < self._max_running
         ready_drafters: list[LinkKey] = []  # for each sequence that could take part
         missing_drafters: list[LinkKey] = []  # for each that should wait for a proposal, or whose step is in flight
         for place, sequence in enumerate(self.running):
@@ -155,13 +153,11 @@ class Scheduler:
             num_speculating += drafter is not None
             if sequence.num_in_flight:
                 in_flight.append((place, sequence))
-                has_prompts = has_prompts or length - sequence.num_computed > 0
                 # Who goes on without a late drafter is not waited for either.
                 if drafter is not None and state is not LATE:
                     missing_drafters.append(drafter)
                 continue
             num_drafts, is_prompt = 0, length - sequence.num_computed > 1
-            has_prompts = has_prompts or is_prompt
             if drafter is not None and not is_prompt:
                 if state is READY:
                     num_drafts = len(speculation.drafts.token_ids)
@@ -174,7 +170,7 @@ class Scheduler:
                 ready_drafters.append(gathers_with)
             is_last = is_prompt and self._step - sequence.last_turn[0] <= MAX_STEPS_LEFT_OUT
             ready.append((is_last, sequence.last_turn, place, sequence, num_drafts, gathers_with))
-        if not num_speculating and not has_prompts:
+        if not num_speculating:
             for place, sequence in in_flight:
                 if (part := self._chain(sequence)) is not None:
                     chained[sequence] = part

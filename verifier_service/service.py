@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 
 from engine.gpu_memory import gpu_memory
-from kernels.random import RANDOM_SCHEME
+from kernels.random_scheme import RANDOM_SCHEME
 from outrider.protocol.errors import OutriderError, UnavailableError, code_number
 from outrider.protocol.fingerprint import model_revision, tokenizer_digest
 from outrider.protocol.handshake import DraftLimits

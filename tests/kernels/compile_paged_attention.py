@@ -13,8 +13,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from kernels.paged_attention_split_triton import SplitTiling, _merge_splits_kernel, _split_attention_kernel
+from kernels.paged_attention_split_triton import _merge_splits_kernel, _split_attention_kernel
 from kernels.paged_attention_triton import _paged_attention_kernel, _Tiling
+from kernels.split_attention_triton import SplitTiling
 from kernels.store_kv_triton import _store_kv_kernel
 from tests.kernels.dependent_launch_rules import broken_rules
 
@@ -81,7 +82,6 @@ def compile_splits(
         num_pairs=num_sequences * NUM_KV_HEADS,
         max_context_len=4096,
     )
-    assert tiling is not None
     pointers = {
         "output_ptr": f"*{dtype}",
         "partial_ptr": "*fp32",

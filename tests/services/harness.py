@@ -19,7 +19,6 @@ from drafter_service.factory import make_drafter
 from drafter_service.scripted_drafter import Script, ScriptedDrafter
 from drafter_service.service import DrafterService
 from drafter_service.settings import DrafterSettings
-from engine.batch import SequenceSlice
 from engine.model_runner import ModelRunner
 from outrider.protocol.wire import pack_tokens, unpack_tokens
 from outrider.service.serving import Registration, Server
@@ -273,10 +272,10 @@ def fail_once(monkeypatch: pytest.MonkeyPatch, runner: ModelRunner, *, at_call: 
     execute = runner.execute
     calls = itertools.count(1)
 
-    def failing(slices: Sequence[SequenceSlice]) -> torch.Tensor:
+    def failing(*arguments: Any) -> torch.Tensor:
         if at_call <= next(calls) < at_call + times:
             raise RuntimeError("planted")
-        return execute(slices)
+        return execute(*arguments)
 
     monkeypatch.setattr(runner, "execute", failing)
 

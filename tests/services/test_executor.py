@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 
-from engine.batch import SequenceSlice
 from engine.block_manager import BlockManager, BlockTable
 from engine.draft_tokens import NO_DRAFT_TOKENS, DraftRows, DraftTokens
 from engine.model_runner import ModelRunner
@@ -24,7 +23,7 @@ from kernels.penalties import TokenHistory
 from outrider.protocol.sampling_parameters import SamplingParameters
 from tests.service_device import SERVICE_DEVICE, graph_pool
 from tests.tiny_models import save_tiny_llama
-from verifier_service.executor import TargetExecutor
+from verifier_service.executor import MIN_PROMPT_TOKENS_TO_RIDE, TargetExecutor
 
 VOCABULARY = 64
 SAMPLING = [
@@ -261,6 +260,111 @@ def test_steps_are_chained_whatever_came_before(model: Path) -> None:
     assert all(len(found) >= 16 for found in tokens[0])
 
 
+LONG = (MIN_PROMPT_TOKENS_TO_RIDE // 3 + 1,) * 3
+SHORT = (9, 5)
+
+
+def prompts_of(rig: Rig, lengths: Sequence[int]) -> list[Decoding]:
+    """Sequences that have a slot and blocks, of which nothing is computed."""
+    generator = np.random.default_rng(len(lengths))
+    sequences = []
+    for number, length in enumerate(lengths):
+        tokens = generator.integers(0, VOCABULARY, length).tolist()
+        sequences.append(Decoding(SAMPLING[number], tokens, rig.pool.take(), length))
+        assert rig.manager.grow(sequences[-1].blocks, length + 8)
+    return sequences
+
+
+def whole(sequence: Decoding) -> Row:
+    return replace(sequence.row(), start=0, token_ids=sequence.token_ids)
+
+
+def test_what_decodes_rides_along_with_long_prompts(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Catches a rider's logits, drafts or penalties taken from another row, and a slot that it leaves behind."""
+    fields: list[tuple[SamplingParameters, dict[str, Any], int]] = [
+        (SAMPLING[1], {}, 3),
+        (PENALIZED, {"num_logprobs": 2}, 2),
+        (SAMPLING[0], {"num_logprobs": 3}, 0),
+        (SAMPLING[4], {}, 4),
+    ]
+    outcomes = []
+    for has_graphs in (False, True):
+        rig = Rig(model, has_graphs=has_graphs)
+        generator = np.random.default_rng(4)
+        riders = [rig.sequence(sampling, 9 + i, seed=i, **more) for i, (sampling, more, _) in enumerate(fields)]
+        prompts = prompts_of(rig, LONG)
+        rows = [
+            rider.row(random_draft(generator, count, 8) if count else NO_DRAFT_TOKENS)
+            for rider, (_, _, count) in zip(riders, fields, strict=True)
+        ]
+        inner = replace(whole(prompts[1]), wanted=Wanted.NOTHING, token_ids=prompts[1].token_ids[:-1])
+        # In disorder: results go back to where their rows came from.
+        batch = [rows[0], whole(prompts[0]), rows[1], inner, rows[2], whole(prompts[2]), rows[3]]
+        passes = rig.executor.submit(batch)
+        assert [one.kind for one in passes] == [PassKind.PROMPT if has_graphs else PassKind.EAGER]
+        found = collected(passes, len(batch))
+        assert found[3] is None
+        alone = [*found[:3], *found[4:]]
+        sampling = [*riders[:1], prompts[0], riders[1], riders[2], prompts[2], riders[3]]
+        if not has_graphs:
+            extend(sampling, alone)
+            following = [replace(sequence.row(), history=None) for sequence in sampling]
+        else:
+            following = [replace(sequence.chained(), history=None) for sequence in sampling]
+        outcomes.append([*alone, *rig.run(following)])
+    assert_same(outcomes[1], outcomes[0])
+    assert not [record for record in caplog.records if record.name == "verifier_service.executor"]
+
+
+def test_beside_short_prompts_what_decodes_has_its_graph(model: Path) -> None:
+    rig = Rig(model, has_graphs=True)
+    rows = [whole(prompt) for prompt in prompts_of(rig, SHORT)]
+    passes = rig.executor.submit([rows[0], rig.sequence(SAMPLING[0], 9, seed=0).row(), rows[1]])
+    assert [(one.kind, list(one.rows)) for one in passes] == [(PassKind.GRAPH, [1]), (PassKind.PROMPT, [0, 2])]
+
+
+@pytest.mark.parametrize("lengths", [SHORT, LONG])
+def test_chained_rows_ride_along(model: Path, lengths: tuple[int, ...]) -> None:
+    """Catches a rider at the wrong position, with another's token, or with keys that go to another's blocks.
+
+    Behind drafts, of which only the device knows how many were accepted, behind a prompt and behind another ride.
+    """
+    tokens = []
+    for has_graphs in (False, True):
+        rig = Rig(model, has_graphs=has_graphs)
+        generator = np.random.default_rng(6)
+        riders = [rig.sequence(SAMPLING[1 + i], 12 + 7 * i, seed=i, num_logprobs=i) for i in range(3)]
+        first, *others = prompts_of(rig, lengths)
+        assert rig.manager.grow(riders[0].blocks, 112)  # more than it needs, and than others have
+        drafts = [random_draft(generator, 3, 8), random_draft(generator, 4, 8), NO_DRAFT_TOKENS]
+        steps: list[list[Row | Decoding]] = [
+            [*(rider.row(draft) for rider, draft in zip(riders, drafts, strict=True)), whole(first)],
+            [*riders, first, *map(whole, others)],
+            [*riders, first, *others],
+            [*riders, *others],
+        ]
+        found: list[list[Sampled | None]] = []
+        if has_graphs:
+            in_flight: list[tuple[Sequence[Pass[Sampled]], int]] = []
+            kinds = []
+            for step in steps:
+                rows = [one if isinstance(one, Row) else one.chained() for one in step]
+                in_flight.append((rig.executor.submit(rows), len(rows)))
+                kinds.append([one.kind for one in in_flight[-1][0]])
+                if len(in_flight) == rig.executor.max_in_flight:
+                    found.append(collected(*in_flight.pop(0)))
+            found.append(collected(*in_flight.pop()))
+            assert kinds[1:] == [[PassKind.PROMPT], [PassKind.GRAPH], [PassKind.GRAPH]]
+        else:
+            sequences = [[*riders, first], [*riders, first, *others], [*riders, first, *others], [*riders, *others]]
+            for step, concerned in zip(steps, sequences, strict=True):
+                rows = [one if isinstance(one, Row) else one.row() for one in step]
+                found.append(rig.run(rows))
+                extend(concerned, found[-1])
+        tokens.append([sampled for one in found for sampled in one])
+    assert_same(tokens[1], tokens[0])
+
+
 def test_nothing_follows_a_step_that_did_not_get_to_the_device(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Catches a chained row at the length of the slot's last sequence, which writes to blocks that are others' now."""
     rig = Rig(model, has_graphs=True)
@@ -269,7 +373,7 @@ def test_nothing_follows_a_step_that_did_not_get_to_the_device(model: Path, monk
     assert rig.manager.grow(new.blocks, 12)
     prompt = replace(new.row(), start=0, token_ids=new.token_ids)
 
-    def broken(slices: Sequence[SequenceSlice]) -> torch.Tensor:
+    def broken(*arguments: object) -> torch.Tensor:
         raise RuntimeError("planted")
 
     with monkeypatch.context() as patch:

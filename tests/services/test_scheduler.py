@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from engine.block_manager import BlockManager
+from kernels.penalties import TokenHistory
 from tests.services.sequences import LINK, NoModel, commit, propose, target_sequence
 from verifier_service.scheduler import Scheduler
 from verifier_service.sequence import TargetSequence
@@ -73,6 +74,23 @@ def test_decoding_goes_on_beside_a_long_prompt() -> None:
         assert parts[old].is_sampled
         assert sum(part.num_tokens for part in parts.values()) <= 40
         commit(old, [1], 0)
+
+
+def test_what_is_in_flight_goes_on_beside_a_prompt() -> None:
+    """Catches sequences that stand still for as long as prompts come, as their steps are always in flight then."""
+    scheduler, blocks = make_scheduler(budget=40, can_chain=True)
+    old = decoding(scheduler, blocks, drafter=None)
+    penalized = decoding(scheduler, blocks, drafter=None, history=TokenHistory([0]))
+    for sequence in (old, penalized):
+        sequence.num_computed += 1
+        sequence.num_in_flight = sequence.num_unknown = 1
+    scheduler.add(new := target_sequence(30))
+    parts, admitted = scheduler.schedule()
+    assert admitted == [new]
+    assert [(part.sequence, part.row.is_chained, part.num_tokens) for part in parts] == [
+        (old, True, 1),
+        (new, False, 30),
+    ]
 
 
 def test_a_budget_too_small_for_all_starves_nobody() -> None:
