@@ -2,7 +2,8 @@
 
 A token's key is log2(E) - log2(weight), its weight relative to the block's most likely token; the smallest key of all
 wins, the lowest token id among equals. What has no weight has the key inf. Keys of different blocks compare once the
-blocks' maxima are told in terms of the row's (`smallest_of_blocks`). Four tokens share a call of Philox: tiles are [n, 4].
+blocks' maxima are told in terms of the row's (`smallest_of_blocks`). Four tokens share a call of Philox: tiles are
+[n, 4].
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 # Triton's decorators and device functions carry no types.
@@ -12,7 +13,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kernels.integer_weights_triton import finite_or_zero, load_logits, weight_parts
+from kernels.integer_weights_triton import finite_or_zero, load_logits, weight_of
 from kernels.random_triton import log2_of_four_exponentials
 
 CHUNK = 16
@@ -28,8 +29,8 @@ def visit_block(
     seed,
     position,
     threshold,
-    has_marks,
-    marks_ptr,  # [BLOCK] int8: not 0 for tokens of the block that are not to be drawn, read if has_marks; or None
+    marks_ptr,  # [BLOCK] int8: not 0 for tokens of the block that are not to be drawn; or None
+    marks_end,  # marks of tokens from here on are not read
     logits_ptr,  # [num_rows, vocab_size]
     logits_stride,
     replacements_ptr,  # [num_replaced, vocab_size] float32, or None
@@ -60,10 +61,12 @@ def visit_block(
         maximum = tl.max(tl.max(logits, axis=1), axis=0)
         tl.store(maxima_ptr + row * num_blocks + block, maximum)
         if is_weighed:
-            weight = _weight(logits, maximum, temperature)
+            weight = weight_of(logits, maximum, temperature)
         else:
-            is_drawn = _are_drawn(tokens - block * BLOCK, has_marks, marks_ptr, BLOCK)
-            keys = _keys(logits, is_drawn, groups, maximum, temperature, seed, position, GROUP)
+            keys = _keys(logits, groups, maximum, temperature, seed, position, GROUP)
+            if marks_ptr is not None:
+                is_marked = tl.load(marks_ptr + tokens - block * BLOCK, mask=tokens < marks_end, other=0)
+                keys = tl.where(is_marked != 0, float("inf"), keys)
             if group_keys_ptr is not None:
                 tl.store(group_keys_ptr + groups, _smallest_of_groups(keys, GROUP))
             key, place = _smallest(keys)
@@ -89,10 +92,12 @@ def visit_block(
             )
             logits = tl.where(logits >= threshold, logits, float("-inf"))
             if is_weighed:
-                weight += _weight(logits, maximum, temperature)
+                weight += weight_of(logits, maximum, temperature)
             else:
-                is_drawn = _are_drawn(tokens - block * BLOCK, has_marks, marks_ptr, BLOCK)
-                keys = _keys(logits, is_drawn, listed, maximum, temperature, seed, position, GROUP)
+                keys = _keys(logits, listed, maximum, temperature, seed, position, GROUP)
+                if marks_ptr is not None:
+                    is_marked = tl.load(marks_ptr + tokens - block * BLOCK, mask=tokens < marks_end, other=0)
+                    keys = tl.where(is_marked != 0, float("inf"), keys)
                 if group_keys_ptr is not None:
                     tl.store(group_keys_ptr + listed, _smallest_of_groups(keys, GROUP), mask=places < num_kept)
                 own_key, place = _smallest(keys)
@@ -116,23 +121,7 @@ def _tokens_of(groups, GROUP: tl.constexpr):
 
 
 @triton.jit
-def _are_drawn(places, has_marks, marks_ptr, BLOCK: tl.constexpr):
-    """Which tokens of a block may be drawn."""
-    if marks_ptr is None:
-        return True
-    return tl.load(marks_ptr + places, mask=has_marks & (places < BLOCK), other=0) == 0
-
-
-@triton.jit
-def _weight(logits, maximum, temperature):
-    """The weight of a tile."""
-    coarse, fine = weight_parts(logits, maximum, temperature)
-    # 32 bits hold the parts' sums within a thread.
-    return tl.sum((tl.sum(coarse, axis=1).to(tl.int64) << 20) + tl.sum(fine, axis=1), axis=0)
-
-
-@triton.jit
-def _keys(logits, is_drawn, groups, maximum, temperature, seed, position, GROUP: tl.constexpr):
+def _keys(logits, groups, maximum, temperature, seed, position, GROUP: tl.constexpr):
     """The keys of a tile."""
     if temperature > 0.0:
         scale = 1.4426950408889634 / temperature
@@ -140,7 +129,7 @@ def _keys(logits, is_drawn, groups, maximum, temperature, seed, position, GROUP:
         keys = noise - (logits - finite_or_zero(maximum)) * scale
     else:
         keys = tl.where(logits == maximum, 0.0, float("inf"))
-    return tl.where(is_drawn, keys, float("inf"))
+    return keys
 
 
 @triton.jit

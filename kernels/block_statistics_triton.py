@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.integer_weights_triton import finite_or_zero, load_logits, weight_parts
+from kernels.integer_weights_triton import finite_or_zero, load_logits, weight_of
 
 if TYPE_CHECKING:
     from kernels.shape_logits import PenalizedLogits
@@ -72,9 +72,8 @@ def _block_statistics_kernel(
     if not is_row:
         return
     temperature = tl.load(temperature_ptr + sequence)
-    if is_left_out_ptr is not None:
-        if (temperature > 0.0) & (tl.load(is_left_out_ptr + sequence) != 0):
-            return
+    if is_left_out_ptr is not None and (temperature > 0.0) & (tl.load(is_left_out_ptr + sequence) != 0):
+        return
     places = tl.arange(0, BLOCK // _VECTOR)[:, None] * _VECTOR + tl.arange(0, _VECTOR)[None, :]
     columns = block * BLOCK + places
     logits = load_logits(row, columns, logits_ptr, logits_stride, replacements_ptr, replacement_rows_ptr, vocab_size)
@@ -84,12 +83,8 @@ def _block_statistics_kernel(
     tl.store(group_maxima_ptr + place * NUM_GROUPS + tl.arange(0, NUM_GROUPS), group_maxima)
     maximum = tl.max(maxima, axis=0)
     tl.store(maxima_ptr + place, maximum)
-    if weights_ptr is not None:
-        if temperature > 0.0:
-            coarse, fine = weight_parts(logits, maximum, temperature)
-            # 32 bits hold the parts' sums within a thread.
-            weights = (tl.sum(coarse, axis=1).to(tl.int64) << 20) + tl.sum(fine, axis=1)
-            tl.store(weights_ptr + place, tl.sum(weights, axis=0))
+    if weights_ptr is not None and temperature > 0.0:
+        tl.store(weights_ptr + place, weight_of(logits, maximum, temperature))
 
 
 @triton.jit

@@ -1,7 +1,7 @@
 """Device functions of `kernels.draft_sample` that rank what may follow by log q + g.
 
-The F best of all tokens are in the F groups with the best tokens: the pass over all logits leaves the best of each group
-behind, and only the tokens of F groups are looked at again.
+The F best of all tokens are in the F groups with the best tokens: the pass over all logits leaves the best of each
+group behind, and only the tokens of F groups are looked at again.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 # Triton's decorators and device functions carry no types.
@@ -59,8 +59,8 @@ def _group_keys_kernel(
             tl.load(seeds_ptr + row),
             tl.load(positions_ptr + row),
             threshold,
-            False,
             None,
+            0,
             logits_ptr,
             logits_stride,
             None,

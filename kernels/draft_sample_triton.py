@@ -124,34 +124,33 @@ def _draft_sample_kernel(
     if thresholds_ptr is not None:
         threshold = tl.load(thresholds_ptr + row)
     slots = tl.arange(0, SLOTS)
-    if is_coupled_ptr is not None:
-        if (temperature > 0.0) & (tl.load(is_coupled_ptr + row) != 0):
-            store_best_of_all(
-                row,
-                temperature,
-                threshold,
-                seed,
-                position,
-                logits_ptr,
-                logits_stride,
-                maxima_ptr,
-                group_keys_ptr,
-                token_ids_ptr,
-                outcome_ids_ptr,
-                outcome_scores_ptr,
-                vocab_size,
-                num_blocks,
-                num_groups,
-                NUM_BEST,
-                BEST_SLOTS,
-                NUM_GROUPS,
-                BLOCK,
-                GROUP,
-            )
-            is_slot = slots < num_candidates
-            tl.store(candidate_ids_ptr + row * num_candidates + slots, 0, mask=is_slot)
-            tl.store(candidate_weights_ptr + row * num_candidates + slots, 0, mask=is_slot)
-            return
+    if is_coupled_ptr is not None and (temperature > 0.0) & (tl.load(is_coupled_ptr + row) != 0):
+        store_best_of_all(
+            row,
+            temperature,
+            threshold,
+            seed,
+            position,
+            logits_ptr,
+            logits_stride,
+            maxima_ptr,
+            group_keys_ptr,
+            token_ids_ptr,
+            outcome_ids_ptr,
+            outcome_scores_ptr,
+            vocab_size,
+            num_blocks,
+            num_groups,
+            NUM_BEST,
+            BEST_SLOTS,
+            NUM_GROUPS,
+            BLOCK,
+            GROUP,
+        )
+        is_slot = slots < num_candidates
+        tl.store(candidate_ids_ptr + row * num_candidates + slots, 0, mask=is_slot)
+        tl.store(candidate_weights_ptr + row * num_candidates + slots, 0, mask=is_slot)
+        return
     ids_ptr += row * num_candidates
     values_ptr += row * num_candidates
     candidate_ids_ptr += row * num_candidates

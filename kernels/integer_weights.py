@@ -1,10 +1,11 @@
-"""Probabilities as integers, which is how sampling here stays exact.
+"""Probabilities as integers, which is how their sums stay exact.
 
 Within a block of BLOCK_SIZE tokens a token weighs 2**40 * exp((logit - the block's maximum) / temperature), rounded to
 an integer. Sums of such weights are exact whatever their order, so a block's weight is precisely the sum of its tokens'
-weights, however a GPU splits the work, and a token of weight 0 can never be drawn: the cumulative sum does not move
-there. A token is drawn in two stages, first the block, then the token within it, each with its own uniform. The numbers
-stay within 2**53, so that float64 holds them exactly too.
+weights, however a GPU splits the work. They stay within 2**53, so that float64 holds them exactly too.
+
+The sums say how probable a token is where p is held against q, and where top-p cuts. Drawing needs none of them: the
+token with the smallest E / weight wins whatever the weights add up to (`kernels.random`).
 """
 
 from __future__ import annotations
@@ -17,9 +18,6 @@ BLOCK_SIZE = 4096
 """Tokens in a block. A power of two; BLOCK_SIZE * 2**WEIGHT_BITS must not pass 2**53."""
 WEIGHT_BITS = 40
 """A block's most likely token weighs 2**WEIGHT_BITS."""
-MASS_BITS = 44
-"""The heaviest block weighs 2**MASS_BITS in the choice among blocks, of which there may be 512."""
-
 LARGEST_LOGIT = torch.finfo(torch.float32).max
 # The exponent below which a weight is 0. Clamping to it changes nothing, but exp is many times slower on infinities.
 _SMALLEST_EXPONENT = -28.5
@@ -46,14 +44,3 @@ def row_chunks(num_rows: int, row_size: int) -> Iterator[slice]:
     """Slices of rows that are small enough for their temporaries to stay in the processor's cache."""
     step = max(1, _CHUNK_SIZE // row_size)
     return (slice(start, min(start + step, num_rows)) for start in range(0, num_rows, step))
-
-
-def choose(
-    weights: torch.Tensor,  # [n, m] float64, non-negative integers
-    uniforms: torch.Tensor,  # [n] float64 in [0, 1)
-) -> torch.Tensor:  # [n] int64
-    """The first index at which the cumulative weight passes uniform * total; 0 where the total is 0."""
-    cumulative = weights.cumsum(dim=1)
-    targets = (uniforms * cumulative[:, -1]).floor_()
-    indices = torch.searchsorted(cumulative, targets.unsqueeze(1), right=True).squeeze(1)
-    return torch.where(cumulative[:, -1] > 0, indices, 0)

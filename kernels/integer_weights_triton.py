@@ -69,24 +69,8 @@ def exponential_weights(logits, maximum, temperature):
 
 
 @triton.jit
-def target_of(noise, total):
-    """The cumulative int64 weight that a uniform stands for, below the total."""
-    return tl.minimum((noise * total.to(tl.float64)).to(tl.int64), total - 1)
-
-
-@triton.jit
-def choose_at(weights, target):
-    """The first index at which the cumulative int64 weight passes the target, and how far the target reaches into it.
-
-    Index 0 for a target below 0, the one of weights that are all 0.
-    """
-    cumulative = tl.cumsum(weights, axis=0)
-    is_before = cumulative <= target
-    return tl.sum(is_before.to(tl.int32), axis=0), target - tl.max(tl.where(is_before, cumulative, 0), axis=0)
-
-
-@triton.jit
-def choose(weights, noise):
-    """The first index at which the cumulative int64 weight passes noise * total; 0 where the total is 0."""
-    index, _ = choose_at(weights, target_of(noise, tl.sum(weights, axis=0)))
-    return index
+def weight_of(logits, maximum, temperature):
+    """int64 weight of a tile [n, m] of logits, m small."""
+    coarse, fine = weight_parts(logits, maximum, temperature)
+    # 32 bits hold the parts' sums within a thread.
+    return tl.sum((tl.sum(coarse, axis=1).to(tl.int64) << 20) + tl.sum(fine, axis=1), axis=0)

@@ -29,10 +29,10 @@ _Words = np.ndarray[Any, np.dtype[np.uint64]]  # each below 2**32
 class Purpose(IntEnum):
     """What a random number decides. Purposes never share numbers.
 
-    The target's own choices share TARGET, with each other and with a drafter that predicts them. What draws a draft token
-    that min(1, p / q) then judges, and what judges it, must be independent of it: a recovered token drawn with the noise
-    that drew the rejected draft token is correlated with the rejection that it repairs, and the output is no longer the
-    target's.
+    The target's own choices share TARGET, with each other and with a drafter that predicts them. What draws a draft
+    token that min(1, p / q) then judges, and what judges it, must be independent of that: a recovered token drawn with
+    the noise that drew the rejected draft token is correlated with the rejection that it repairs, and the output is no
+    longer the target's.
     """
 
     DRAFT = 1

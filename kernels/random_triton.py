@@ -63,10 +63,12 @@ def _log2_exponentials(words):
 def _log2(x):
     """log2 to 2**-22, of normal numbers: the GPU's own, one instruction."""
     if _HAS_ASSEMBLY:
-        return tl.inline_asm_elementwise(
+        logarithm = tl.inline_asm_elementwise(
             "lg2.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True, pack=1
         )
-    return tl.log2(x)
+    else:
+        logarithm = tl.log2(x)
+    return logarithm
 
 
 @triton.jit

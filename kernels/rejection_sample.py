@@ -62,9 +62,9 @@ def rejection_sample(
     is the draft token, q is one-hot on it, which is exact however the token was found. Candidates of weight 0 and ids
     outside the vocabulary count as absent; ids of positive weight must be distinct.
 
-    Randomness depends on seed and position alone: ACCEPT tests the draft token at its position; whatever is drawn from p
-    or p - q is the token that minimises E / p or E / (p - q), E being TARGET noise of token and position, the lowest id
-    among equals (`kernels.random`). NaN logits count as -inf, +inf as the largest float32; a row without any finite
+    Randomness depends on seed and position alone: ACCEPT tests the draft token at its position; whatever is drawn from
+    p or p - q is the token that minimises E / p or E / (p - q), E being TARGET noise of token and position, the lowest
+    id among equals (`kernels.random`). NaN logits count as -inf, +inf as the largest float32; a row without any finite
     logit yields token 0.
     Nothing here waits for the GPU. Raises ValueError, naming the argument, when shapes or types do not fit.
     """

@@ -3,10 +3,10 @@
 The grids depend on shapes alone. `_blocks_kernel` is the pass over all logits, split over blocks of the vocabulary. In
 rows whose token is the target's own (plain, coupled, greedy) each block draws one: about 40 instructions a token, 13 of
 them Philox's. Rows that a draft token is tested in are weighed, in half as many. Which row of such a sequence is drawn
-from, only the tests tell: `_last_draw_kernel` counts them, in every block's program anew, which takes less than a kernel
-of its own, and draws from that row alone; so K drafts cost K cheap rows and a dear one. `_emit_kernel` picks the best of
-the blocks' tokens. Filters put two kernels ahead, which find each row's threshold; groups of tokens below it are not
-visited again.
+from, only the tests tell: `_last_draw_kernel` counts them, in every block's program anew, which takes less than a
+kernel of its own, and draws from that row alone; so K drafts cost K cheap rows and a dear one. `_emit_kernel` picks the
+best of the blocks' tokens. Filters put two kernels ahead, which find each row's threshold; groups of tokens below it
+are not visited again.
 """
 # mypy: disable-error-code="no-untyped-def,no-untyped-call,untyped-decorator"
 # Triton's decorators and device functions carry no types.
@@ -18,26 +18,17 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_wait
 
+from kernels.acceptance_triton import count_accepted, load_candidates, tests_by_p_and_q
 from kernels.block_draw_triton import CHUNK, smallest_of_blocks, visit_block
 from kernels.block_statistics_triton import GROUP_SIZE, launch_block_statistics, row_of
 from kernels.dependent_launch import has_dependent_launch
 from kernels.integer_weights_triton import exponential_weights, finite_or_zero, load_logits
-from kernels.random import Purpose
-from kernels.random_triton import log2_of_exponentials, philox_words, uniform
+from kernels.random_triton import log2_of_exponentials
 from kernels.shape_logits import PenalizedLogits
 from kernels.thresholds_triton import Filters, launch_thresholds
 
-_ACCEPT = tl.constexpr(int(Purpose.ACCEPT))
 # What q covers wholly stands this far behind everything else: drawn only where q leaves nothing of p at all.
 _COVERED = tl.constexpr(256.0)
-
-
-@triton.jit
-def _load_flag(place, flags_ptr):
-    flag = False
-    if flags_ptr is not None:
-        flag = tl.load(flags_ptr + place) != 0
-    return flag
 
 
 @triton.jit
@@ -46,34 +37,6 @@ def _load_threshold(row, thresholds_ptr):
     if thresholds_ptr is not None:
         threshold = tl.load(thresholds_ptr + row)
     return threshold
-
-
-@triton.jit
-def _load_candidates(
-    draft,
-    draft_token,
-    candidate_ids_ptr,
-    candidate_weights_ptr,
-    num_candidates,
-    vocab_size,
-    NUM_CANDIDATES: tl.constexpr,
-):
-    """Ids and weights of q, weight 0 for what is absent, and q of the draft token; one-hot where it is not named."""
-    slots = tl.arange(0, NUM_CANDIDATES)
-    mask = slots < num_candidates
-    place = draft.to(tl.int64) * num_candidates + slots
-    ids = tl.load(candidate_ids_ptr + place, mask=mask, other=0)
-    weights = tl.load(candidate_weights_ptr + place, mask=mask, other=0)
-    is_present = (ids >= 0) & (ids < vocab_size) & (weights > 0)
-    ids = tl.where(is_present, ids, 0)
-    weights = tl.where(is_present, weights, 0)
-    draft_weight = tl.sum(tl.where(ids == draft_token, weights, 0), axis=0)
-    if draft_weight == 0:
-        is_valid = (draft_token >= 0) & (draft_token < vocab_size)
-        ids = tl.where((slots == 0) & is_valid, draft_token, 0)
-        weights = tl.where((slots == 0) & is_valid, 65536, 0)
-        draft_weight = 65536
-    return ids, weights, draft_weight
 
 
 @triton.jit
@@ -116,7 +79,7 @@ def _blocks_kernel(
     temperature = tl.load(temperature_ptr + sequence)
     first_draft = tl.load(cu_num_draft_ptr + sequence)
     num_draft = tl.load(cu_num_draft_ptr + sequence + 1) - first_draft
-    is_tested = (temperature > 0.0) & (num_draft > 0) & (not _load_flag(sequence, is_coupled_ptr))
+    is_tested = tests_by_p_and_q(sequence, temperature, num_draft, is_coupled_ptr)
     if is_tested & (step == num_draft):
         return
     seed = tl.load(seeds_ptr + sequence)
@@ -130,8 +93,8 @@ def _blocks_kernel(
         seed,
         position,
         threshold,
-        False,
         None,
+        0,
         logits_ptr,
         logits_stride,
         replacements_ptr,
@@ -158,7 +121,7 @@ def _blocks_kernel(
     draft_token = tl.load(draft_token_ids_ptr + draft)
     is_valid = (draft_token >= 0) & (draft_token < vocab_size)
     if tl.where(is_valid, draft_token // BLOCK, 0) == block:
-        _, _, q_weight = _load_candidates(
+        _, _, q_weight = load_candidates(
             draft, draft_token, candidate_ids_ptr, candidate_weights_ptr, num_candidates, vocab_size, NUM_CANDIDATES
         )
         logit = load_logits(
@@ -167,61 +130,6 @@ def _blocks_kernel(
         p_weight = tl.where(logit >= threshold, exponential_weights(logit, maximum, temperature), 0)
         tl.store(draft_weights_ptr + draft * 2, p_weight)
         tl.store(draft_weights_ptr + draft * 2 + 1, q_weight.to(tl.int64))
-
-
-@triton.jit
-def _count_accepted(
-    sequence,
-    first_draft,
-    num_draft,
-    temperature,
-    is_tested,
-    draft_token_ids_ptr,
-    seeds_ptr,
-    positions_ptr,
-    maxima_ptr,
-    keys_ptr,
-    tokens_ptr,
-    weights_ptr,
-    draft_weights_ptr,
-    num_blocks,
-    BLOCK: tl.constexpr,
-    NUM_BLOCKS: tl.constexpr,
-    STEPS: tl.constexpr,
-):
-    """How many draft tokens are accepted; of the row behind them, if it is tested, its maximum and its total weight."""
-    steps = tl.arange(0, STEPS)
-    is_step = steps < num_draft
-    drafts = first_draft + steps
-    rows = tl.where(is_step, drafts + sequence, -1).to(tl.int64)
-    draft_tokens = tl.load(draft_token_ids_ptr + drafts, mask=is_step, other=-1)
-    maxima_of_rows = tl.zeros([STEPS], dtype=tl.float32)
-    totals = tl.zeros([STEPS], dtype=tl.float64)
-    if is_tested:
-        blocks = tl.arange(0, NUM_BLOCKS)
-        places = rows[:, None] * num_blocks + blocks[None, :]
-        mask = is_step[:, None] & (blocks < num_blocks)[None, :]
-        maxima = tl.load(maxima_ptr + places, mask=mask, other=float("-inf"))
-        weights = tl.load(weights_ptr + places, mask=mask, other=0)
-        maxima_of_rows = finite_or_zero(tl.max(maxima, axis=1))
-        units = tl.exp((maxima - maxima_of_rows[:, None]) / temperature).to(tl.float64)
-        totals = tl.sum(weights.to(tl.float64) * units, axis=1)
-        p_weights = tl.load(draft_weights_ptr + drafts * 2, mask=is_step, other=0).to(tl.float64)
-        q_weights = tl.load(draft_weights_ptr + drafts * 2 + 1, mask=is_step, other=0).to(tl.float64)
-        is_own = blocks[None, :] == (draft_tokens // BLOCK)[:, None]
-        masses = p_weights * tl.sum(tl.where(is_own, units, 0.0), axis=1)
-        position = tl.load(positions_ptr + sequence) + steps
-        w0, w1, _, _ = philox_words(tl.load(seeds_ptr + sequence), position, _ACCEPT, 0)
-        # u < p(x) / q(x), multiplied out.
-        is_accepted = uniform(w0, w1) * q_weights * totals < masses * 65536.0
-    else:
-        scale = 1.4426950408889634 / tl.where(temperature > 0.0, temperature, 1.0)
-        own_tokens = smallest_of_blocks(rows, scale, maxima_ptr, keys_ptr, tokens_ptr, num_blocks, NUM_BLOCKS)
-        is_accepted = draft_tokens == own_tokens
-    num_accepted = tl.min(tl.where(is_step & (is_accepted == 0), steps, num_draft), axis=0)
-    is_next = steps == num_accepted
-    maximum = tl.sum(tl.where(is_next, maxima_of_rows, 0.0), axis=0)
-    return num_accepted, maximum, tl.sum(tl.where(is_next, totals, 0.0), axis=0)
 
 
 @triton.jit
@@ -267,10 +175,10 @@ def _last_draw_kernel(
     first_draft = tl.load(cu_num_draft_ptr + sequence)
     num_draft = tl.load(cu_num_draft_ptr + sequence + 1) - first_draft
     temperature = tl.load(temperature_ptr + sequence)
-    is_tested = (temperature > 0.0) & (num_draft > 0) & (not _load_flag(sequence, is_coupled_ptr))
+    is_tested = tests_by_p_and_q(sequence, temperature, num_draft, is_coupled_ptr)
     if (not is_tested) & (block > 0):
         return
-    num_accepted, row_maximum, total = _count_accepted(
+    num_accepted, row_maximum, total = count_accepted(
         sequence,
         first_draft,
         num_draft,
@@ -301,7 +209,7 @@ def _last_draw_kernel(
     threshold = _load_threshold(row, thresholds_ptr)
     # Candidates of the rejected draft token are drawn apart, by what q leaves of them: the block is drawn without them.
     recovers = num_accepted < num_draft
-    ids, weights, _ = _load_candidates(
+    ids, weights, _ = load_candidates(
         draft,
         tl.load(draft_token_ids_ptr + draft, mask=recovers, other=-1),
         candidate_ids_ptr,
@@ -326,8 +234,8 @@ def _last_draw_kernel(
         seed,
         position,
         threshold,
-        has_marks,
         marks_ptr,
+        tl.where(has_marks, (block + 1) * BLOCK, 0),
         logits_ptr,
         logits_stride,
         replacements_ptr,

@@ -20,10 +20,12 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+import kernels.rejection_sample_triton
 from kernels.dispatch import interpreted_kernels
 from kernels.draft_sample import draft_sample
 from kernels.penalty_tables import PenaltyTables, apply_penalty_tables
 from kernels.random import Purpose, random_words
+from tests.kernels.dependent_launch_rules import broken_rules
 from tests.kernels.sampling_cases import Case, make_case
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
@@ -40,6 +42,7 @@ TYPES = {
     torch.uint8: "*u8",
 }
 compiled: dict[str, dict[str, int]] = {}
+early: dict[str, list[str]] = {}  # what variants do before the kernel ahead of them has ended, and should not
 
 
 def compile_launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
@@ -71,6 +74,8 @@ def compile_launch(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: A
             "has_local_memory": int("ld.local" in ptx),
             "stack_bytes": stack_bytes(binary.asm["cubin"]),
         }
+        if constants.get("IS_FOLLOWING") and (broken := broken_rules(ptx, early_loads="none")):
+            early[key] = broken
 
 
 def stack_bytes(cubin: bytes) -> int:
@@ -92,6 +97,8 @@ def cases() -> Iterator[Case]:
 def main() -> None:
     prepared = list(cases())
     JITFunction.run = compile_launch
+    # As on the GPU that is compiled for. The module has imported the function; mypy knows only that it is a module.
+    kernels.rejection_sample_triton.has_dependent_launch = lambda device: True  # type: ignore[attr-defined]
     with interpreted_kernels():
         for case in prepared:
             case.run()
@@ -126,6 +133,7 @@ def main() -> None:
                     name: max(entry["stack_bytes"] for key, entry in compiled.items() if key.split()[0] == name)
                     for name in names
                 },
+                "early": early,
                 "local": sorted({key.split()[0] for key, entry in compiled.items() if entry["has_local_memory"]}),
             }
         )

@@ -23,4 +23,5 @@ def test_kernels_compile_for_hopper(tmp_path: Path) -> None:
     }
     assert result["shared_bytes"] <= 227 * 1024
     assert result["local"] == []
+    assert result["early"] == {}
     assert max(result["stack_bytes"].values()) <= 64

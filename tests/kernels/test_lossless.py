@@ -98,8 +98,8 @@ def generate(
 ) -> tuple[torch.Tensor, list[int]]:  # [num_trials, num_tokens], accepted counts
     """Tokens behind START of many sequences, and how many draft tokens the first step accepted of each.
 
-    Two bugs can be planted: the verifier is told the q of `reported` instead of the one that the tokens were drawn from;
-    tokens that are tested by p and q are drawn with TARGET noise.
+    Two bugs can be planted: the verifier is told the q of `reported` instead of the one that the tokens were drawn
+    from; tokens that are tested by p and q are drawn with TARGET noise.
     """
     k = setting.num_draft_tokens
     target = setting.target.to(device)
@@ -209,8 +209,8 @@ def test_coupled_output_is_the_plain_one(device: torch.device, name: str) -> Non
 
 
 def test_each_branch_has_its_distribution(device: torch.device) -> None:
-    """Recovered tokens follow the positive part of p - q, bonus tokens p behind the draft: errors of one branch that the
-    others would water down."""
+    """Recovered tokens follow the positive part of p - q, bonus tokens p behind the draft: errors of one branch that
+    the others would water down."""
     setting = replace(SETTINGS["opposed"], num_draft_tokens=1)
     tokens, accepted = generate(setting, 2, device)
     q = setting.drafter()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,8 @@ from kernels.limits import MAX_DRAFT_TOKENS, WEIGHT_TOTAL
 from kernels.rejection_sample import RejectionSample
 from tests.kernels.conftest import TritonDevice, poisoned_memory
 from tests.kernels.sampling_cases import Case, make_case
+
+Words = np.ndarray[Any, np.dtype[np.uint64]]
 
 RAGGED = [0, 1, 3, 2, 4, 0, 1, 5, 3, 3, 2, 2]
 
@@ -254,7 +257,7 @@ def test_nothing_left_of_p_draws_from_p(triton_device: TritonDevice) -> None:
 
 
 def test_coupled_tokens_are_the_targets_own(triton_device: TritonDevice) -> None:
-    """Whatever is drafted, a coupled sequence gets what it would get without drafts; so does the neighbour of any kind."""
+    """Whatever is drafted, a coupled sequence gets what it would get without drafts."""
     case = make_case([3, 4, 2, 0, 1, 4, 3, 4], 111, has_filters=True)
     case = replace(case, is_coupled=torch.ones(8, dtype=torch.int32))
     plain = replace(
