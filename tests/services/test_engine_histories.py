@@ -65,7 +65,7 @@ AT_LEAST = {
     "tokens": 4000,
     "accepted drafts": 250,
     "full acceptances": 120,
-    "rejections": 80,
+    "rejections": 25,
     "chained": 1000,
     "chained behind a prompt": 50,
     "chained behind drafts": 4,
