@@ -82,7 +82,8 @@ class Loop:
             revision="",
             tokenizer=TokenizerDigest(),
             max_num_batched_tokens=runner.max_num_batched_tokens,
-            max_sequences=batch_size,
+            num_slots=MAX_GRAPH_ROWS,
+            takes_turns=True,
             has_graphs=False,
         )
         drafter.load()

@@ -3,8 +3,8 @@
     python -m benchmarks.steps --pair DIR --out FILE
 
 `graph` is the forward pass in a CUDA graph, which is how the services run it; `eager` is `ModelRunner.execute` from the
-call to the end of its work on the device, host work included. `wall` of the drafter's loop is a turn of it, from verdicts
-to draft tokens on the host. `floor` is the bytes that must be read (weights once, keys and values once) over the
+call to the end of its work on the device, host work included. `wall` of the drafter's loop is a turn, from verdicts to
+draft tokens on the host. `floor` is the bytes that must be read (weights once, keys and values once) over the
 bandwidth of a large copy, measured first. `products` are the step's matrix products alone in a CUDA graph. Logits are
 compared with transformers before anything is timed.
 """

@@ -12,33 +12,51 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from drafter_service.passes import EagerPass, GraphPass
 
 from benchmarks.stopwatch import Stopwatch
-from drafter_service.executor import DraftExecutor
+from drafter_service.executor import DraftExecutor, TreeOptions
+from drafter_service.tree_graph import TreeGraph, TreeShape
+from engine.batch import SequenceSlice, TreeBatch
 from engine.slots import DeviceSlots
-from engine.step import Drafted, DraftRow, Pass, PassKind, Row, Sampled, Wanted
+from engine.step import Pass, PassKind, Row, Sampled, Wanted
+from outrider.protocol.wire import MIN_EXPANSIONS
 from verifier_service.decode_graph import MAX_STEPS_IN_FLIGHT, DecodeGraphs
 from verifier_service.passes import DevicePass
 
 _ACCEPTANCE = 0.8
 _NUM_DISTRIBUTIONS = 500
+_NODES, _CHILDREN = 256, 4  # as the drafter's settings
 _FIRST_TOKEN = 5  # of every sequence
 
 
 class StubRunner:
-    """As much of a model runner as graphs ask for that are never captured, and as services ask for to load it."""
+    """As much of a model runner as graphs ask for that are never captured, and as services ask for to load it.
 
-    vocab_size, block_size, max_length, max_num_batched_tokens = 128_256, 16, 4096, 8192
+    What follows a token is drawn from a distribution of its own. Few tokens: sampling is done for real, uncounted.
+    """
+
+    vocab_size, block_size, max_length, max_num_batched_tokens = 1024, 16, 4096, 8192
+    first_reserved_slot = 0
     device, dtype = torch.device("cpu"), torch.bfloat16
     eos_token_ids = ()
 
     def __init__(self, batch_size: int) -> None:
         """With a cache for so many sequences of the greatest length."""
         self.num_blocks = batch_size * self.max_length // self.block_size
+        self._logits = torch.randn(_NUM_DISTRIBUTIONS, self.vocab_size, generator=torch.Generator().manual_seed(1))
 
     def warm_up(self) -> None:
         """There is nothing to warm up."""
+
+    def execute(self, slices: Sequence[SequenceSlice]) -> None:
+        """There are no keys to compute."""
+
+    def copy_kv(self, sources: torch.Tensor, destinations: torch.Tensor) -> None:
+        """There are no keys to copy."""
+
+    def forward(self, batch: TreeBatch) -> torch.Tensor:  # [num_tokens, vocab_size]
+        """Logits that depend on each token alone."""
+        return self._logits[batch.token_ids.long() % _NUM_DISTRIBUTIONS]
 
 
 class TargetTable:
@@ -93,56 +111,35 @@ class TargetTable:
 
 
 class DraftTable(DraftExecutor):
-    """A drafter's executor. Candidates are random and equally likely."""
+    """A drafter's executor over a StubRunner, whose trees grow as they do on a device."""
 
     def __init__(
         self, runner: Any, watch: Stopwatch, *, max_rows: int, max_draft_tokens: int, num_candidates: int
     ) -> None:
         """`watch` does not count what a device would do."""
-        super().__init__(
-            runner,
-            num_slots=max_rows,
-            max_graph_rows=max_rows,
+        self._watch = watch
+        options = TreeOptions(
+            max_rows=max_rows,
+            max_nodes=_NODES,
+            num_passes=1,
             max_draft_tokens=max_draft_tokens,
+            num_children=_CHILDREN,
+            max_expansions=MIN_EXPANSIONS,
+            min_probability=0.0,
             num_candidates=num_candidates,
         )
-        self.use_graphs(None)
-        self._watch = watch
-        self._random = np.random.default_rng(1)
-        distributions = [
-            self._random.choice(runner.vocab_size, num_candidates, replace=False) for _ in range(_NUM_DISTRIBUTIONS)
-        ]
-        self._candidates = np.stack(distributions).astype(np.int32)
-        shape = (max_draft_tokens, max_rows, num_candidates)
-        # As the graphs' outputs: the bits of a uint16.
-        self._weights = np.full(shape, (1 << 16) // num_candidates, np.uint16).view(np.int16)
+        super().__init__(runner, num_slots=max_rows, options=options)
+        self.capture(None)
 
-    def warm_up(self) -> None:
-        """There is nothing to warm up."""
+    def _graph_of(self, shape: TreeShape) -> TreeGraph:
+        graph = super()._graph_of(shape)
 
-    def submit(self, rows: Sequence[DraftRow]) -> list[Pass[Drafted]]:
-        """A round; its passes are over."""
-        assert self.graphs is not None
-        in_graph = [index for index, row in enumerate(rows) if self.fits(row)]
-        passes: list[Pass[Drafted]] = []
-        if in_graph:
-            in_order = [rows[index] for index in in_graph]
-            graph = self.graphs.prepare(in_order)
+        def replay() -> None:
             with self._watch.excluded():
-                host = self._draft(graph.shape.num_rows, graph.shape.num_draft_tokens)
-            passes.append(GraphPass(in_graph, [row.num_draft_tokens for row in in_order], host, None))
-        if prompts := sorted(set(range(len(rows))).difference(in_graph)):
-            passes.append(EagerPass(prompts, PassKind.PROMPT, [None] * len(prompts)))
-        return passes
+                TreeGraph.replay(graph)
 
-    def _draft(self, num_rows: int, num_draft_tokens: int) -> dict[str, npt.NDArray[Any]]:
-        chosen = self._random.integers(len(self._candidates), size=(num_draft_tokens, num_rows))
-        candidate_ids = self._candidates[chosen]
-        return {
-            "token_ids": candidate_ids[:, :, 0],
-            "candidate_ids": candidate_ids,
-            "candidate_weights": self._weights[:num_draft_tokens, :num_rows],
-        }
+        graph.replay = replay  # type: ignore[method-assign]
+        return graph
 
 
 def _device_slots(runner: Any, num_slots: int) -> DeviceSlots:

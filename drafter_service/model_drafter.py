@@ -295,8 +295,8 @@ class ModelDrafter:
 
     def _evict_for(self, held: Held) -> bool:
         """Take away what another one holds; False where nobody can be asked to give way now."""
-        # Who was drafted for the longest ago; what a replay under way is for stays. Then who is computed last, where its
-        # turn comes after.
+        # Who was drafted for the longest ago; what a replay under way is for stays. Then the last of those that are
+        # computed, where its turn comes after.
         idle = [other for other in self._growing.values() if other.num_in_flight == 0 and other is not held]
         victim = min(idle, key=lambda other: other.last_launch, default=None)
         if victim is None:

@@ -96,7 +96,8 @@ class TreeReplay:
                 part[name].reshape(len(part["lengths"]), width, -1)[rows]
                 for part, width in zip(passes, widths, strict=True)
             ]
-            return np.concatenate(parts, axis=1)[is_told]
+            values: npt.NDArray[Any] = np.concatenate(parts, axis=1)[is_told]
+            return values
 
         has_candidates = "candidate_ids" in passes[0]
         return Grown(

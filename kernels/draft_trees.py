@@ -120,6 +120,7 @@ class TreePass:
     logps: torch.Tensor  # [B, W] float32: of their paths
     # Between the kernels that lay it out.
     plan: torch.Tensor  # [B, 8] int64
+    chosen: torch.Tensor  # [B, W] int64
     # For the host.
     lengths: torch.Tensor  # [B] int32: committed tokens that the pass knew of
     stand_positions: (
@@ -156,6 +157,7 @@ class TreePass:
             "rows": (i64, batch, width),
             "logps": (torch.float32, batch, width),
             "plan": (i64, batch, 8),
+            "chosen": (i64, batch, width),
             "lengths": (i32, batch),
             "stand_positions": (i32, batch),
             "num_new": (i32, batch),

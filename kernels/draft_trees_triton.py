@@ -62,7 +62,7 @@ def launch_advance_trees(
         out.prefix_lens,
         out.copy_sources,
         out.copy_targets,
-        out.rows,
+        out.chosen,
         out.plan,
         out.lengths,
         out.stand_positions,
@@ -89,6 +89,7 @@ def launch_advance_trees(
         slots,
         limits.area_start,
         out.plan,
+        out.chosen,
         out.first_places,
         out.token_ids,
         out.positions,
@@ -284,13 +285,14 @@ def _lay_out_kernel(
     slots_ptr,
     area_start,
     plan_ptr,
+    chosen_ptr,
     first_places_ptr,
     token_ids_ptr,
     out_positions_ptr,
     slot_mapping_ptr,
     sample_positions_ptr,
     is_ancestor_ptr,
-    rows_ptr,  # [B, PLACES]: what `_choose_kernel` chose, and then the rows
+    rows_ptr,
     out_logps_ptr,
     parents_ptr,
     ranks_ptr,
@@ -316,7 +318,7 @@ def _lay_out_kernel(
     is_new = place < num_new
     in_chain = place < num_chained
     first = slot * RING
-    index = tl.load(rows_ptr + token)
+    index = tl.load(chosen_ptr + token)
     is_chosen = is_new & (in_chain == 0)
     index = tl.where(is_chosen, index, 0)
     parent = index // CHILDREN

@@ -87,19 +87,17 @@ def lay_out_rows(
     *,
     block_size: int,
     max_query_len: int,
-    reach: int = 0,
     out: LaidOutRows,
 ) -> None:
     """Lay out a step: tokens with their positions and places in the cache, and how each row is sampled.
 
-    Rows without tokens stand behind all others. The blocks of a slot cover all its row's positions; those of `reach`
-    more positions are laid out as well.
+    Rows without tokens stand behind all others. The blocks of a slot cover all its row's positions.
     """
     if runs_triton(first_tokens):
         from kernels.step_rows_triton import launch_lay_out_rows
 
         given = (slots, starts, query_lens, first_tokens, more_tokens)
-        launch_lay_out_rows(state, *given, block_size=block_size, max_query_len=max_query_len, reach=reach, out=out)
+        launch_lay_out_rows(state, *given, block_size=block_size, max_query_len=max_query_len, out=out)
         return
     num_rows = int((query_lens > 0).sum())
     rows, lens = slots[:num_rows].long(), query_lens[:num_rows].long()
@@ -126,60 +124,6 @@ def lay_out_rows(
     out.sample_positions.zero_()[:num_rows] = first + 1
     for name in ("temperature", "seeds", "top_k", "top_p", "min_p", "is_coupled", "block_tables"):
         getattr(out, name).copy_(getattr(state, name)[slots.long()])
-
-
-@dataclass(frozen=True)
-class LaidOutDrafts:
-    """Where k draft tokens of each row stand, and how all but the last are fed to the model; `width` >= batch."""
-
-    sample_positions: torch.Tensor  # [k, width] int64
-    positions: torch.Tensor  # [k - 1, width] int64
-    slot_mapping: torch.Tensor  # [k - 1, width] int64
-    context_lens: torch.Tensor  # [k - 1, width] int32
-
-    @classmethod
-    def empty(cls, num_draft_tokens: int, width: int, device: torch.device) -> LaidOutDrafts:
-        """Room for so much."""
-
-        def room(num_tokens: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.zeros((num_tokens, width), dtype=dtype, device=device)
-
-        fed = num_draft_tokens - 1
-        return cls(
-            room(num_draft_tokens, torch.int64),
-            room(fed, torch.int64),
-            room(fed, torch.int64),
-            room(fed, torch.int32),
-        )
-
-
-def lay_out_drafts(
-    rows: LaidOutRows,
-    capacities: torch.Tensor,  # [batch] int32: positions of each row that the cache has room for
-    *,
-    block_size: int,
-    out: LaidOutDrafts,
-) -> None:
-    """Lay out draft tokens behind rows that were laid out with a `reach` of as many.
-
-    Beyond its capacity, for drafts that nobody asked for, a row's tokens are computed as if they stood first, and kept
-    nowhere.
-    """
-    if runs_triton(capacities):
-        from kernels.step_rows_triton import launch_lay_out_drafts
-
-        launch_lay_out_drafts(rows, capacities, block_size=block_size, out=out)
-        return
-    batch, num_draft_tokens = len(capacities), len(out.sample_positions)
-    positions = rows.context_lens.long() + torch.arange(num_draft_tokens).unsqueeze(1)
-    out.sample_positions[:, :batch] = positions
-    positions = positions[:-1]
-    is_kept = positions < capacities
-    positions = torch.where(is_kept, positions, 0)
-    blocks = rows.block_tables.gather(1, (positions // block_size).T).T.long()
-    out.positions[:, :batch] = positions
-    out.slot_mapping[:, :batch] = torch.where(is_kept, blocks * block_size + positions % block_size, -1)
-    out.context_lens[:, :batch] = (positions + 1).int()
 
 
 def advance_slots(

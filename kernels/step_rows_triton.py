@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.step_rows import LaidOutDrafts, LaidOutRows, SlotState
+from kernels.step_rows import LaidOutRows, SlotState
 
 _TABLE_COLUMNS = 512
 _LOGIT_COLUMNS = 4096
@@ -24,7 +24,6 @@ def launch_lay_out_rows(
     *,
     block_size: int,
     max_query_len: int,
-    reach: int,
     out: LaidOutRows,
 ) -> None:
     """`lay_out_rows` on the GPU."""
@@ -63,7 +62,6 @@ def launch_lay_out_rows(
         batch,
         len(out.token_ids),
         state.block_tables.stride(0),
-        reach,
         BLOCK_SIZE=block_size,
         ROWS=triton.next_power_of_2(batch),
         TOKENS=triton.next_power_of_2(max_query_len),
@@ -107,7 +105,6 @@ def _lay_out_rows_kernel(
     batch,
     num_tokens,
     table_stride,
-    reach,
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -161,7 +158,7 @@ def _lay_out_rows_kernel(
     tl.store(top_p_ptr + row, tl.load(slot_top_p_ptr + slot))
     tl.store(min_p_ptr + row, tl.load(slot_min_p_ptr + slot))
     tl.store(is_coupled_ptr + row, tl.load(slot_is_coupled_ptr + slot))
-    num_blocks = (context_len + reach + BLOCK_SIZE - 1) // BLOCK_SIZE
+    num_blocks = (context_len + BLOCK_SIZE - 1) // BLOCK_SIZE
     num_blocks = tl.where(has_tokens, tl.minimum(num_blocks, table_stride), 0)
     columns = tl.arange(0, COLUMNS)
     first_column = 0
@@ -171,66 +168,6 @@ def _lay_out_rows_kernel(
         blocks = tl.load(slot_tables_ptr + slot * table_stride + column, mask=is_used)
         tl.store(tables_ptr + row.to(tl.int64) * table_stride + column, blocks, mask=is_used)
         first_column += COLUMNS
-
-
-def launch_lay_out_drafts(
-    rows: LaidOutRows,
-    capacities: torch.Tensor,  # [batch] int32
-    *,
-    block_size: int,
-    out: LaidOutDrafts,
-) -> None:
-    """`lay_out_drafts` on the GPU, a program for the draft tokens of one place in all rows."""
-    batch = len(capacities)
-    num_draft_tokens = len(out.sample_positions)
-    _lay_out_drafts_kernel[(num_draft_tokens,)](
-        rows.context_lens,
-        rows.block_tables,
-        capacities,
-        out.sample_positions,
-        out.positions,
-        out.slot_mapping,
-        out.context_lens,
-        batch,
-        num_draft_tokens,
-        out.sample_positions.stride(0),
-        rows.block_tables.stride(0),
-        BLOCK_SIZE=block_size,
-        ROWS=triton.next_power_of_2(batch),
-        num_warps=4,
-    )
-
-
-@triton.jit
-def _lay_out_drafts_kernel(
-    row_context_lens_ptr,
-    tables_ptr,
-    capacities_ptr,
-    sample_positions_ptr,
-    positions_ptr,
-    slot_mapping_ptr,
-    context_lens_ptr,
-    batch,
-    num_draft_tokens,
-    width,
-    table_stride,
-    BLOCK_SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    token = tl.program_id(0)
-    rows = tl.arange(0, ROWS)
-    mask = rows < batch
-    position = tl.load(row_context_lens_ptr + rows, mask=mask, other=0).to(tl.int64) + token
-    tl.store(sample_positions_ptr + token * width + rows, position, mask=mask)
-    is_fed = mask & (token + 1 < num_draft_tokens)
-    is_kept = position < tl.load(capacities_ptr + rows, mask=mask, other=0)
-    position = tl.where(is_kept, position, 0)
-    table = tables_ptr + rows.to(tl.int64) * table_stride
-    block = tl.load(table + position // BLOCK_SIZE, mask=is_fed & is_kept, other=0)
-    slot = tl.where(is_kept, block.to(tl.int64) * BLOCK_SIZE + position % BLOCK_SIZE, -1)
-    tl.store(positions_ptr + token * width + rows, position, mask=is_fed)
-    tl.store(slot_mapping_ptr + token * width + rows, slot, mask=is_fed)
-    tl.store(context_lens_ptr + token * width + rows, (position + 1).to(tl.int32), mask=is_fed)
 
 
 def launch_advance_slots(

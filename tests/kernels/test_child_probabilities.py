@@ -18,7 +18,7 @@ def estimated(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Probabilities, and units as whole numbers."""
     rows = torch.tensor(scores)
-    out = ChildEstimates.empty(*rows.shape, rows.device)
+    out = ChildEstimates.empty(len(rows), rows.shape[1], rows.device)
     bits = torch.tensor(weights or [0] * len(rows), dtype=torch.int32).to(torch.int16)
     estimate_children(rows, bits, torch.full((len(rows),), is_tested), out)
     return out.logps.exp(), out.units.int() & 0xFFFF

@@ -14,7 +14,7 @@ import torch
 from kernels.draft_trees import MAX_DEPTH, NUM_RECENT, TreeLimits, TreePass, TreeState, advance_trees, grow_trees
 from tests.compiling import report_of
 from tests.kernels.conftest import TritonDevice
-from tests.kernels.tree_oracle import VOCABULARY, Expansion, OracleTree, Path, Told, children_of
+from tests.kernels.tree_oracle import VOCABULARY, Expansion, OracleTree, Tokens, Told, children_of
 
 BLOCK_SIZE = 16
 MAX_BLOCKS = 20
@@ -36,7 +36,7 @@ class History:
         self.limits = TreeLimits(min_probability, MAX_BLOCKS * BLOCK_SIZE, area_start, BLOCK_SIZE)
         tables = torch.arange(self.num_slots * MAX_BLOCKS, dtype=torch.int32).view(self.num_slots, -1)
         self.block_tables = torch.cat([tables, tables[:1]]).to(device)
-        self.cache: list[Path | None] = [None] * (area_start + (self.num_slots + 1) * ring_size)
+        self.cache: list[Tokens | None] = [None] * (area_start + (self.num_slots + 1) * ring_size)
         self.trees: dict[int, OracleTree] = {}
         self.seen: Counter[str] = Counter()
 
@@ -145,7 +145,7 @@ class History:
         found = [self.cache[self._paged(slot, before)] for before in range(prefix_len)]
         self.cache[self._area(slot) + ring_row] = expansion.path
         nodes = torch.nonzero(out.is_ancestor[row, place]).flatten().tolist()
-        found += sorted((self.cache[self._area(slot) + node] or () for node in nodes), key=len)
+        found += sorted((self.cache[self._area(slot) + node] for node in nodes), key=lambda key: len(key or ()))
         assert found == [expansion.path[: length + 1] for length in range(position + 1)]
         self.seen["deep"] += position - prefix_len == MAX_DEPTH - 1
 

@@ -8,12 +8,10 @@ import pytest
 import torch
 
 from kernels.step_rows import (
-    LaidOutDrafts,
     LaidOutRows,
     SlotState,
     advance_slots,
     keep_rows,
-    lay_out_drafts,
     lay_out_rows,
 )
 from tests.kernels.conftest import TritonDevice
@@ -49,31 +47,6 @@ def poisoned(batch: int, num_tokens: int, max_blocks: int, device: torch.device)
     for field in fields(rows):
         getattr(rows, field.name).fill_(77)
     return rows
-
-
-def test_drafts_by_hand() -> None:
-    """Catches a draft token at its neighbour's place, and one that the cache has no room for but would keep."""
-    state = make_state(3, 8)
-    rows = poisoned(3, 6, 8, torch.device("cpu"))
-    lay_out_rows(
-        state,
-        torch.tensor([0, 1, 2], dtype=torch.int32),
-        torch.tensor([14, 29, 0]),
-        torch.tensor([2, 1, 0], dtype=torch.int32),
-        torch.tensor([9, 8, 0], dtype=torch.int32),
-        torch.tensor([7, 0, 0], dtype=torch.int32),
-        block_size=BLOCK_SIZE,
-        max_query_len=2,
-        reach=3,
-        out=rows,
-    )
-    drafts = LaidOutDrafts.empty(3, 4, torch.device("cpu"))
-    lay_out_drafts(rows, torch.tensor([32, 31, 0], dtype=torch.int32), block_size=BLOCK_SIZE, out=drafts)
-    assert drafts.sample_positions[:, :3].tolist() == [[16, 30, 0], [17, 31, 1], [18, 32, 2]]
-    assert drafts.positions[:, :3].tolist() == [[16, 30, 0], [17, 0, 0]]
-    second = (state.block_tables[:, 1] * BLOCK_SIZE).tolist()
-    assert drafts.slot_mapping[:, :3].tolist() == [[second[0], second[1] + 14, -1], [second[0] + 1, -1, -1]]
-    assert drafts.context_lens[:, :3].tolist() == [[17, 31, 1], [18, 1, 1]]
 
 
 def test_a_step_by_hand() -> None:
@@ -138,9 +111,6 @@ def test_kernels_do_what_plain_torch_does(
     found = torch.randint(0, 1000, (batch, max_query_len), generator=random).int()
     logits = torch.randn(num_tokens, 5000, generator=random).bfloat16()
     is_kept = (torch.rand(batch, generator=random) < 0.3).int()
-    capacities = torch.where(
-        query_lens > 0, state.lengths[slots.long()] + torch.randint(0, 9, (batch,), generator=random), 0
-    ).int()
 
     def run(device: torch.device) -> list[torch.Tensor]:
         here = moved(state, device)
@@ -150,11 +120,8 @@ def test_kernels_do_what_plain_torch_does(
             *(values.to(device) for values in (slots, starts, query_lens, first_tokens, more_tokens)),
             block_size=BLOCK_SIZE,
             max_query_len=max_query_len,
-            reach=4,
             out=rows,
         )
-        drafts = LaidOutDrafts.empty(4, batch + 3, device)
-        lay_out_drafts(rows, capacities.to(device), block_size=BLOCK_SIZE, out=drafts)
         results = torch.full((batch, max_query_len + 1), 77, dtype=torch.int32, device=device)
         advance_slots(here, slots.to(device), rows.sample_positions, accepted.to(device), found.to(device), results)
         kept = torch.full_like(logits, 77.0, device=device)
@@ -164,7 +131,6 @@ def test_kernels_do_what_plain_torch_does(
             rows.block_tables[row, -(-length // BLOCK_SIZE) :] = 0
         here.lengths[-1] = here.last_tokens[-1] = 0
         tensors = [getattr(rows, field.name) for field in fields(rows)]
-        tensors += [getattr(drafts, field.name) for field in fields(drafts)]
         return [tensor.cpu() for tensor in (*tensors, here.lengths, here.last_tokens, results, kept)]
 
     expected = run(torch.device("cpu"))

@@ -14,10 +14,10 @@ import numpy as np
 from kernels.draft_trees import CHAIN_RESERVE, MAX_DEPTH
 
 VOCABULARY = 12
-Path = tuple[int, ...]
+Tokens = tuple[int, ...]
 
 
-def children_of(path: Path, num_children: int, seed: int) -> tuple[list[int], list[float]]:
+def children_of(path: Tokens, num_children: int, seed: int) -> tuple[list[int], list[float]]:
     """Distinct tokens that may follow, and the logarithms of their probabilities: of few values, so that many tie."""
     rng = random.Random(hash((path, seed)))
     tokens = rng.sample(range(VOCABULARY), num_children)
@@ -33,7 +33,7 @@ class Expansion:
     """One of them, with what its children are."""
 
     id: int
-    path: Path  # the sequence's tokens up to its own
+    path: Tokens  # the sequence's tokens up to its own
     logp: np.float32
     child_tokens: list[int] = field(default_factory=list)
     child_logps: list[np.float32] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Told:
     """What the verifier hears of a pass."""
 
     first_id: int
-    expansions: list[tuple[int, int, Path]]  # parent, rank, path
+    expansions: list[tuple[int, int, Tokens]]  # parent, rank, path
 
 
 @dataclass

@@ -28,7 +28,7 @@ import kernels.paged_attention_triton
 import kernels.rms_norm_triton
 import kernels.rotary_triton
 import kernels.silu_mul_triton
-from drafter_service.executor import DraftExecutor
+from drafter_service.executor import DraftExecutor, TreeOptions
 from drafter_service.model_drafter import ModelDrafter
 from engine.block_manager import BlockManager, BlockTable
 from engine.draft_tokens import DraftRows, DraftTokens
@@ -39,7 +39,7 @@ from engine.step import Row, Wanted
 from kernels.dispatch import interpreted_kernels
 from outrider.protocol.fingerprint import TokenizerDigest
 from outrider.protocol.sampling_parameters import SamplingParameters
-from tests.services.draft_sequences import begin, chains_of, commit, draft_sequence
+from tests.services.draft_sequences import AHEAD, LIMITS, begin, commit, draft_sequence
 from verifier_service.executor import TargetExecutor
 
 VOCABULARY = 8192
@@ -145,21 +145,29 @@ def make_runner(path: Path, num_kv_heads: int) -> ModelRunner:
 def draft(runner: ModelRunner, launches: Launches, rng: np.random.Generator) -> None:
     """Load a drafter and let it draft for all kinds of batches, prompts and what follows."""
 
-    def make_executor(runner: ModelRunner) -> DraftExecutor:
-        return DraftExecutor(runner, num_slots=64, max_graph_rows=64, max_draft_tokens=K, num_candidates=CANDIDATES)
-
+    options = TreeOptions(
+        max_rows=16,
+        max_nodes=32,
+        num_passes=1,
+        max_draft_tokens=K,
+        num_children=4,
+        max_expansions=64,
+        min_probability=0.0,
+        num_candidates=CANDIDATES,
+    )
     drafter = ModelDrafter(
         lambda: runner,
-        make_executor,
+        lambda runner: DraftExecutor(runner, num_slots=64, options=options),
         name="draft",
         revision="",
         tokenizer=TokenizerDigest(),
         max_num_batched_tokens=runner.max_num_batched_tokens,
-        max_sequences=64,
+        num_slots=64,
+        takes_turns=False,
         has_graphs=False,
     )
     drafter.load()
-    drafter._executor.use_graphs(Pool())  # type: ignore[arg-type]
+    drafter._executor.capture(Pool())  # type: ignore[arg-type]
     launches.has_warmed_up = True
     for number, num_sequences in enumerate(BATCH_SIZES * 2):
         sampling = list(KINDS.values())[number % len(KINDS)]
@@ -171,20 +179,22 @@ def draft(runner: ModelRunner, launches: Launches, rng: np.random.Generator) -> 
                 num_prompt_tokens=1,
                 sampling=SamplingParameters(**(sampling if index % 3 else {})),
                 max_draft_tokens=K,
+                limits=LIMITS if number % 2 else AHEAD,
             )
             for index in range(num_sequences)
         ]
         for sequence in sequences:
             begin(drafter, sequence)
-        for _ in range(4):
+        for _ in range(6):
             drafts = drafter.draft()
             assert not drafts.refusals
-            for chain in chains_of(drafts):
-                commit(drafter, chain.sequence, [*chain.token_ids[: int(rng.integers(0, K + 1))], 1])
-                # The end of a chunk that the budget cut, and what came while the prompt was computed.
-                chain.sequence.num_computed -= min(chain.sequence.num_computed, int(rng.choice([0, 0, 4, 11])))
+            for sequence in sequences:
+                if rng.random() < 0.5:
+                    commit(drafter, sequence, rng.integers(0, VOCABULARY, int(rng.integers(1, K + 2))).tolist())
         for sequence in sequences:
             drafter.release(sequence)
+        while drafter.has_work:
+            drafter.draft()
 
 
 def verify(runner: ModelRunner, launches: Launches, rng: np.random.Generator, *, is_cold: bool) -> None:

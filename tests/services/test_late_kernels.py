@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -16,6 +17,7 @@ from engine.model_runner import ModelRunner
 from kernels.dispatch import interpreted_kernels
 from tests.compiling import report_of
 from tests.services.conftest import Pair
+from tests.services.drafted_trees import OPTIONS
 from tests.services.harness import (
     decode_client,
     drafter_settings,
@@ -59,10 +61,12 @@ def test_warming_up_runs_in_the_interpreter(pair: Pair) -> None:
         num_blocks=12,
         max_num_batched_tokens=64,
         max_length=65,
+        num_reserved_slots=2 * OPTIONS.max_expansions,
     )
     target = TargetExecutor(runner, max_rows=2, max_draft_tokens=2, num_candidates=8)
     target.use_graphs(None)
-    drafter = DraftExecutor(runner, num_slots=2, max_graph_rows=2, max_draft_tokens=2, num_candidates=8)
+    options = replace(OPTIONS, max_rows=2, max_draft_tokens=2, num_candidates=8)
+    drafter = DraftExecutor(runner, num_slots=2, options=options)
     with interpreted_kernels():
         # As far as the batches and what is checked of them: the interpreter would take minutes to compute them all.
         with mock.patch.object(runner, "forward") as forward:

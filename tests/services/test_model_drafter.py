@@ -8,6 +8,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
+from drafter_service.frames import split_by_session
 from drafter_service.model_drafter import ModelDrafter
 from drafter_service.sequence import DraftSequence
 from kernels.limits import MAX_DRAFT_TOKENS
+from outrider.protocol.expansions import unpack_expansions
 from outrider.protocol.handshake import DraftLimits
 from outrider.protocol.sampling_parameters import SamplingParameters
 from outrider.v1 import common_pb2, drafter_pb2
@@ -38,7 +41,7 @@ RULES: list[dict[str, Any]] = [
     {"verification": COUPLED, "sampling": SamplingParameters(temperature=0.8, top_p=0.7, min_p=0.02, seed=3)},
     {"verification": REJECTION, "sampling": SamplingParameters(temperature=0.0)},
 ]
-PENALISED = [
+PENALISED: list[dict[str, Any]] = [
     {"temperature": 1.0, "repetition_penalty": 1.6, "presence_penalty": 0.7, "frequency_penalty": 0.9, "seed": 5},
     {"temperature": 0.0, "repetition_penalty": 0.6, "logit_bias": {5: 3.0, 9: -100.0}},
     {"temperature": 0.8, "presence_penalty": 1.5, "top_p": 0.9, "seed": 6},
@@ -52,6 +55,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 MOST_OPEN = 7
+# What was agreed with each verifier.
+STREAMS = [
+    DraftLimits(max_draft_tokens=4, max_candidates=num_candidates, num_children=num_children, max_expansions=64)
+    for num_candidates, num_children in ((16, 3), (5, 1), (9, 2))
+]
 
 
 class Verifiers:
@@ -94,18 +102,13 @@ class Verifiers:
     def _open(self) -> None:
         turns = self.rng.random() < 0.5 if self.takes_turns is None else self.takes_turns
         self.num_opened += 1
-        limits = DraftLimits(
-            max_draft_tokens=4,
-            max_candidates=self.rng.choice((16, 5)),
-            num_children=self.rng.choice((1, 2, 3)),
-            max_expansions=64,
-            takes_turns=turns,
-        )
+        session_id = self.num_opened % len(STREAMS)
+        limits = replace(STREAMS[session_id], takes_turns=turns)
         sequence = draft_sequence(
             self.rng.choices(range(VOCABULARY), k=self.rng.choice((1, 2, 20, 70))),
             sequence_id=self.num_opened,
             num_prompt_tokens=1,
-            session_id=self.num_opened % 3,
+            session_id=session_id,
             max_draft_tokens=self.rng.choice((1, 3, 4)),
             limits=limits,
             **self.rules[self.num_opened % len(self.rules)],
@@ -140,6 +143,11 @@ class Verifiers:
     def _draft(self) -> None:
         drafts = self.drafter.draft()
         take(drafts, self.trees)
+        for expanded in drafts.expanded:
+            for session_id, frame in split_by_session(expanded):
+                limits = STREAMS[session_id]
+                _, errors = unpack_expansions(frame, vocabulary_size=VOCABULARY, limits=limits)
+                assert not errors
         for refusal in drafts.refusals:
             if refusal.reason == drafter_pb2.REFUSAL_REASON_NO_MATCH:
                 assert refusal.sequence.limits.takes_turns
@@ -212,7 +220,7 @@ def test_each_expansion_is_what_its_path_gives(model: Path, seed: int, options: 
 @pytest.mark.parametrize("options", [{"has_graphs": True}, {"num_blocks": 16, "max_penalized": 8}])
 def test_penalties_count_what_is_committed(model: Path, options: dict[str, Any]) -> None:
     """Catches tables that lag behind verdicts, keep what was their last sequence's, or reach a neighbour."""
-    rules = [
+    rules: list[dict[str, Any]] = [
         {"verification": REJECTION if index % 2 else COUPLED, "sampling": SamplingParameters(**sampling)}
         for index, sampling in enumerate([*PENALISED, {"seed": 8}, *PENALISED[::-1]])
     ]
