@@ -30,13 +30,17 @@ def _flags(pair: PairDirectory, out: Path) -> list[str]:
 def test_tiny_run(pair: PairDirectory, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "serve.jsonl"
     flags = ["--temperatures", "1", "--waves", "1", "--plot", str(tmp_path / "serve.png")]
+    flags += ["--verifications", "rejection", "coupled"]
     assert serve.main([*_flags(pair, out), *flags]) == 0, capsys.readouterr().out
     records = read_records(out)
     check = of_kind(records, "check")[0]
     # In float32 nothing excuses a difference.
     assert check["num_identical"] == check["num_sequences"]
     runs = of_kind(records, "serve")
-    assert [(run["batch_size"], run["num_draft_tokens"]) for run in runs] == [(1, 4), (1, None), (3, 4), (3, None)]
+    modes = [(4, "rejection"), (4, "coupled"), (None, "rejection")]
+    assert [(run["batch_size"], run["num_draft_tokens"], run["verification"]) for run in runs] == [
+        (batch_size, *mode) for batch_size in (1, 3) for mode in modes
+    ]
     assert not any(run["void"] for run in runs)
     for run in runs:
         assert run["tokens_per_second"] > 0
@@ -47,6 +51,7 @@ def test_tiny_run(pair: PairDirectory, tmp_path: Path, capsys: pytest.CaptureFix
     printed = capsys.readouterr().out
     assert "tokens/step" in printed
     assert "first draft tokens accepted" in printed
+    assert "K = 4, coupled" in printed
 
 
 def _request(token_ids: Sequence[int], *, second_choice: int = 9, gap: float = 1.0) -> Request:

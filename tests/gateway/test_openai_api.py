@@ -19,7 +19,7 @@ from gateway.http import server as http_server
 from gateway.tokenizer import Tokenizer
 from outrider.service.settings import BadSettingsError
 from outrider.service.telemetry import Telemetry
-from outrider.v1 import verifier_pb2
+from outrider.v1 import common_pb2, verifier_pb2
 from tests.gateway import tokenizers_for_tests
 from tests.gateway.fake_verifier import FakeVerifier, Update, eventually, prompt_of, update
 from tests.gateway.http_clients import LENGTH, TEXT, front, openai_client, saying
@@ -86,6 +86,26 @@ async def test_a_stream_that_runs_is_finished_while_draining(verifier: FakeVerif
         assert "".join(chunk.choices[0].text for chunk in chunks) == "The quick"
         assert chunks[-1].choices[0].finish_reason == "length"
         await asyncio.wait_for(stopping, 10)
+
+
+async def test_the_rule_of_verification_is_asked_for_and_told(verifier: FakeVerifier, tokenizer: Tokenizer) -> None:
+    """Catches a rule that is lost on its way, and an answer that tells what was asked for in place of what was done."""
+    rules = {0: None, 1: "greedy", 2: "rejection", 3: "coupled"}
+
+    def script(opened: verifier_pb2.OpenDecoding) -> Iterable[Update]:
+        number = 3 - opened.verification
+        told = common_pb2.Verification.values()[number]
+        yield update(opened.sequence_id, tokenizer._encode("The"), finish=LENGTH, verification=told)
+
+    verifier.script = script
+    async with front(verifier, tokenizer=tokenizer) as (_, client):
+        for number, rule in rules.items():
+            body = {"prompt": "a", "temperature": 0, "verification": rule}
+            choice = (await client.post("/v1/completions", json=body)).json()["choices"][0]
+            assert (await verifier.next_open()).verification == number
+            assert choice["outrider"]["speculation"]["verification"] == rules[3 - number]
+        refused = await client.post("/v1/completions", json={"prompt": "a", "verification": "hope"})
+        assert refused.json()["error"]["param"] == "verification"
 
 
 async def test_prompts_of_every_kind(verifier: FakeVerifier, tokenizer: Tokenizer) -> None:
