@@ -98,7 +98,8 @@ def main() -> None:
     prepared = list(cases())
     JITFunction.run = compile_launch
     # As on the GPU that is compiled for. The module has imported the function; mypy knows only that it is a module.
-    kernels.rejection_sample_triton.has_dependent_launch = lambda device: True  # type: ignore[attr-defined]
+    for module in (kernels.rejection_sample_triton,):
+        module.has_dependent_launch = lambda device: True  # type: ignore[attr-defined]
     with interpreted_kernels():
         for case in prepared:
             case.run()

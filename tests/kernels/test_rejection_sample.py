@@ -268,8 +268,8 @@ def test_coupled_tokens_are_the_targets_own(triton_device: TritonDevice) -> None
         candidate_weights=case.candidate_weights[:0],
         max_num_draft_tokens=0,
         is_coupled=None,
-        **per_row(case),
     )
+    plain = replace(plain, **per_row(case))
     own = plain.run().token_ids[:, 0]
     with triton_device() as device:
         assert torch.equal(plain.on(device).run().token_ids[:, 0].cpu(), own)
@@ -284,7 +284,7 @@ def test_coupled_tokens_are_the_targets_own(triton_device: TritonDevice) -> None
     assert len(counts) > 1
 
 
-def per_row(case: Case) -> dict[str, torch.Tensor]:
+def per_row(case: Case) -> dict[str, Any]:
     """What belongs to sequences, for each row as a sequence of its own."""
     num_rows = case.cu_num_draft_tokens.diff() + 1
     sequences = torch.arange(len(num_rows)).repeat_interleave(num_rows)
