@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypedDict
 
 import torch
@@ -11,6 +12,10 @@ import torch
 from kernels.draft_sample import DraftSample, draft_sample
 from kernels.limits import WEIGHT_TOTAL
 from kernels.rejection_sample import RejectionSample, rejection_sample
+
+REJECTION, COUPLED = "rejection", "coupled"
+# A base that is compared with may be older than coupling.
+HAS_COUPLING = "is_coupled" in inspect.signature(rejection_sample).parameters
 
 # Of normal logits: an entropy of about 3 nats and an agreement of about 0.8 at a vocabulary of 128,256.
 _DEVIATION = 5.3
@@ -22,6 +27,12 @@ class FilterTensors(TypedDict):
 
     top_k: torch.Tensor | None  # [batch] int32
     top_p: torch.Tensor | None  # [batch] float32
+
+
+class Coupling(TypedDict, total=False):
+    """As the kernels take it; nothing where no sequence is coupled, as older ones do not know it."""
+
+    is_coupled: torch.Tensor  # [batch] int32
 
 
 @dataclass(frozen=True)
@@ -51,11 +62,13 @@ class SamplingCase:
 
     target_logits: torch.Tensor  # [num_rows, vocab_size] bfloat16
     cu_num_draft_tokens: torch.Tensor  # [batch + 1] int32
+    draft_logits: torch.Tensor  # [total_draft, vocab_size] bfloat16
     draft: DraftSample  # of all draft tokens
     temperature: torch.Tensor  # [batch] float32
     seeds: torch.Tensor  # [batch] int64
     positions: torch.Tensor  # [batch] int64
     max_num_draft_tokens: int
+    coupling: Coupling
     filters: FilterTensors
 
     @classmethod
@@ -67,6 +80,7 @@ class SamplingCase:
         device: torch.device,
         *,
         seed: int,
+        rule: str = REJECTION,
     ) -> SamplingCase:
         """Random logits and drafts from them."""
         generator = torch.Generator(device).manual_seed(seed)
@@ -80,25 +94,29 @@ class SamplingCase:
         sequences = torch.repeat_interleave(torch.arange(batch_size, device=device), counts)
         draft_rows = torch.arange(total, device=device) + sequences
         drafter = _CORRELATION * target[draft_rows] + math.sqrt(1 - _CORRELATION**2) * normal(total)
+        draft_logits = (_DEVIATION * drafter).bfloat16()
         seeds = torch.randint(1 << 62, (batch_size,), generator=generator, device=device)
         positions = torch.randint(1, 4096, (batch_size,), generator=generator, device=device)
         starts = torch.cat([torch.zeros(1, dtype=torch.int64, device=device), counts.cumsum(0)])
         steps = torch.arange(total, device=device) - starts[:-1][sequences]
         draft = draft_sample(
-            (_DEVIATION * drafter).bfloat16(),
+            draft_logits,
             torch.ones(total, device=device),
             seeds[sequences],
             positions[sequences] + steps,
             **filters.tensors(total, device),
+            **_coupling(rule, total, device),
         )
         return cls(
             (_DEVIATION * target).bfloat16(),
             starts.int(),
+            draft_logits,
             draft,
             torch.ones(batch_size, device=device),
             seeds,
             positions,
             max(num_draft_tokens),
+            _coupling(rule, batch_size, device),
             filters.tensors(batch_size, device),
         )
 
@@ -125,30 +143,43 @@ class SamplingCase:
             self.positions,
             max_num_draft_tokens=self.max_num_draft_tokens,
             **self.filters,
+            **self.coupling,
         )
 
     def on_cpu(self) -> SamplingCase:
         """The same on the CPU, where the kernels' plain-torch references run."""
         draft = self.draft
-        return SamplingCase(
-            self.target_logits.cpu(),
-            self.cu_num_draft_tokens.cpu(),
-            DraftSample(draft.token_ids.cpu(), draft.candidate_ids.cpu(), draft.candidate_weights.cpu()),
-            self.temperature.cpu(),
-            self.seeds.cpu(),
-            self.positions.cpu(),
-            self.max_num_draft_tokens,
-            {"top_k": _on_cpu(self.filters["top_k"]), "top_p": _on_cpu(self.filters["top_p"])},
+        tensors = ("target_logits", "cu_num_draft_tokens", "draft_logits", "temperature", "seeds", "positions")
+        return replace(
+            self,
+            **{name: getattr(self, name).cpu() for name in tensors},
+            draft=DraftSample(draft.token_ids.cpu(), draft.candidate_ids.cpu(), draft.candidate_weights.cpu()),
+            coupling=_coupling(COUPLED if self.coupling else REJECTION, self.batch_size, torch.device("cpu")),
+            filters={"top_k": _on_cpu(self.filters["top_k"]), "top_p": _on_cpu(self.filters["top_p"])},
         )
 
     def first_acceptance(self) -> float:
-        """The probability that a sequence's first draft token is accepted, without filters: mean of sum(min(p, q))."""
+        """The probability that a sequence's first draft token is accepted, without filters: a mean over sequences.
+
+        Rejection: sum(min(p, q)). Coupling: the sum over tokens x of 1 / sum over y of max(p(y) / p(x), q(y) / q(x)),
+        as the smallest E / p and the smallest E / q meet in x; of the inner sums, those y count by p that p likes no
+        less than x, in proportion to q, the others by q.
+        """
         rows = (self.cu_num_draft_tokens[:-1] + torch.arange(self.batch_size, device=self.seeds.device)).long()
         first_drafts = self.cu_num_draft_tokens[:-1].long()
         p = self.target_logits[rows].double().softmax(-1)
-        weights = self.draft.candidate_weights[first_drafts].double() / WEIGHT_TOTAL
-        candidate_p = p.gather(1, self.draft.candidate_ids[first_drafts].long())
-        return float(torch.minimum(candidate_p, weights).sum(dim=1).mean())
+        if not self.coupling:
+            weights = self.draft.candidate_weights[first_drafts].double() / WEIGHT_TOTAL
+            candidate_p = p.gather(1, self.draft.candidate_ids[first_drafts].long())
+            return float(torch.minimum(candidate_p, weights).sum(dim=1).mean())
+        q = self.draft_logits[first_drafts].double().softmax(-1)
+        order = (p / q).argsort(dim=1, descending=True)
+        p, q = p.gather(1, order), q.gather(1, order)
+        return float((1 / (p.cumsum(dim=1) / p + (1 - q.cumsum(dim=1)) / q)).sum(dim=1).mean())
+
+
+def _coupling(rule: str, batch_size: int, device: torch.device) -> Coupling:
+    return {"is_coupled": torch.ones(batch_size, dtype=torch.int32, device=device)} if rule == COUPLED else {}
 
 
 def _on_cpu(values: torch.Tensor | None) -> torch.Tensor | None:

@@ -13,7 +13,7 @@ from benchmarks.sampling import TINY, main
 from benchmarks.sampling_case import SamplingCase
 from kernels.rejection_sample import RejectionSample
 
-_NUM_CASES = 2 * (len(TINY.batches) + len(TINY.draft_batches))
+_NUM_CASES = 2 * (len(TINY.batches) + len(TINY.coupled_batches) + 2 * len(TINY.draft_batches))
 
 
 def _run(out: Path) -> int:
