@@ -31,12 +31,8 @@ from benchmarks.records import EXIT_VOID, Record, Recorder, of_kind, progress, r
 
 # What says which of a module's measurements a record is; a field that a record lacks is left out.
 _KEYS = (
-<<<<<<< HEAD
-    *("batch_size", "num_positions", "temperature", "num_draft_tokens", "verification", "filters", "source", "what"),
-=======
-    *("batch_size", "num_positions", "temperature", "num_draft_tokens", "rule", "filters"),
+    *("batch_size", "num_positions", "temperature", "num_draft_tokens", "verification", "rule", "filters"),
     *("source", "what"),
->>>>>>> 79c1e2d (The sampling benchmark verifies and drafts by coupling too, checks how often coupled drafts are accepted, and has the goals of TARGET noise)
     *("concurrency", "rate", "round", "traffic", "is_assisted", "engine", "tensor_parallel"),
 )
 _FIGURES = (
