@@ -69,8 +69,7 @@ def visit_block(
                 keys = tl.where(is_marked != 0, float("inf"), keys)
             if group_keys_ptr is not None:
                 tl.store(group_keys_ptr + groups, _smallest_of_groups(keys, GROUP))
-            key, place = _smallest(keys)
-            token += place
+            key, token = _smallest(keys, tokens)
     else:
         maximum = tl.load(maxima_ptr + row * num_blocks + block)
         if temperature == 0.0:
@@ -100,10 +99,10 @@ def visit_block(
                     keys = tl.where(is_marked != 0, float("inf"), keys)
                 if group_keys_ptr is not None:
                     tl.store(group_keys_ptr + listed, _smallest_of_groups(keys, GROUP), mask=places < num_kept)
-                own_key, place = _smallest(keys)
+                own_key, own_token = _smallest(keys, tokens)
                 if own_key < key:
                     key = own_key
-                    token = tl.load(groups_ptr + start + place // GROUP) * GROUP + place % GROUP
+                    token = own_token
     return maximum, key, token, weight
 
 
@@ -133,10 +132,11 @@ def _keys(logits, groups, maximum, temperature, seed, position, GROUP: tl.conste
 
 
 @triton.jit
-def _smallest(keys):
-    """The smallest key of a tile and its place there, the first among equals."""
-    flat = tl.reshape(keys, [keys.shape[0] * 4])
-    return tl.min(flat, axis=0, return_indices=True, return_indices_tie_break_left=True)
+def _smallest(keys, tokens):
+    """The smallest key of a tile and its token, the lowest among equals."""
+    # In two steps: Triton 3.6 gives a minimum over a reshaped tile another's index.
+    key = tl.min(tl.min(keys, axis=1), axis=0)
+    return key, tl.min(tl.min(tl.where(keys == key, tokens, 2147483647), axis=1), axis=0)
 
 
 @triton.jit
@@ -162,5 +162,6 @@ def smallest_of_blocks(
     maxima = tl.load(maxima_ptr + places, mask=mask, other=float("-inf"))
     keys = tl.load(keys_ptr + places, mask=mask, other=float("inf"))
     keys -= (maxima - finite_or_zero(tl.max(maxima, axis=1))[:, None]) * scale
-    _, chosen = tl.min(keys, axis=1, return_indices=True, return_indices_tie_break_left=True)
+    is_smallest = (keys == tl.min(keys, axis=1)[:, None]) & (blocks < num_blocks)[None, :]
+    chosen = tl.min(tl.where(is_smallest, blocks[None, :], NUM_BLOCKS - 1), axis=1)
     return tl.load(tokens_ptr + rows * num_blocks + chosen, mask=rows >= 0, other=-1)
