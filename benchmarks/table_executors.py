@@ -63,6 +63,7 @@ class TargetTable:
     """A verifier's executor. Four in five draft tokens are accepted."""
 
     max_in_flight = MAX_STEPS_IN_FLIGHT
+    costs = None
 
     def __init__(
         self, runner: Any, watch: Stopwatch, *, max_rows: int, max_draft_tokens: int, num_candidates: int

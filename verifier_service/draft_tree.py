@@ -152,9 +152,26 @@ class DraftTree:
 
     def commit(self, committed: Sequence[int]) -> Outcome:
         """The last ones of these are new; what the tree had for the very last."""
-        outcome = self._walk(committed)
+        last = len(committed) - 1
+        if len(self._chain) > 1 and self._depth <= last:
+            self._accept(committed)
+        outcome = self._walk(committed) if self._depth <= last else Outcome.FIRST_CHILD
         self._extend()
         return outcome
+
+    def _accept(self, committed: Sequence[int]) -> None:
+        """Go on along the chain, as far as it is expanded and committed: what most tokens of a step do."""
+        token_ids, depth = self._drafts.token_ids, self._depth
+        most = min(len(self._chain) - 1, len(committed) - depth)
+        number = 0
+        while number < most and token_ids[number] == committed[depth + number]:
+            number += 1
+        if number:
+            stand = self._stand
+            self._stand, self._depth = self._chain[number], depth + number
+            self.num_walked += number
+            self._cut_chain(number)
+            self._let_go(stand)
 
     def _walk(self, committed: Sequence[int]) -> Outcome:
         """Go on as far as committed tokens and expansions reach; what there was for the last token."""
@@ -180,16 +197,29 @@ class DraftTree:
         return Outcome.UNSEEN
 
     def _move(self, expansion: int, depth: int) -> None:
-        oldest = max(self._stand, self._next_id - self._max_expansions) if self._stand >= 0 else expansion
+        stand = self._stand
         self._stand, self._depth = expansion, depth
         self.num_walked += 1
         if self._chain[1:2] == [expansion]:
-            del self._chain[0], self._drafts.token_ids[0], self._drafts.rows[0], self._drafts.indexes[0]
+            self._cut_chain(1)
         else:
             self._clear_chain()
-        # Frames that nothing can reach any more are not held.
-        for dead in range(oldest, expansion):
-            self._sources[dead % self._max_expansions] = None
+        if stand >= 0:
+            self._let_go(stand)
+
+    def _cut_chain(self, number: int) -> None:
+        drafts = self._drafts
+        del self._chain[:number], drafts.token_ids[:number], drafts.rows[:number], drafts.indexes[:number]
+
+    def _let_go(self, stand: int) -> None:
+        """Hold no frames of what nothing can reach any more: from where the tree stood before to where it stands."""
+        oldest = max(stand, self._next_id - self._max_expansions)
+        number = self._stand - oldest
+        place = oldest % self._max_expansions
+        num_before_end = min(number, self._max_expansions - place)
+        if number > 0:
+            self._sources[place : place + num_before_end] = [None] * num_before_end
+            self._sources[: number - num_before_end] = [None] * (number - num_before_end)
 
     def _leave(self) -> None:
         self._stand = -1

@@ -198,8 +198,9 @@ class VerifierEngine:
 
     @property
     def _is_worth_polling(self) -> bool:
-        """Whether something may come up, before a step is back, that could begin at once."""
-        has_others = len(self._scheduler.running) > self._steps.num_sequences or bool(self._scheduler.queue)
+        """Whether something may come up, before a step is back, that could begin at once, or is better taken in now."""
+        scheduler = self._scheduler
+        has_others = len(scheduler.running) > self._steps.num_sequences or bool(scheduler.queue) or scheduler.has_ahead
         return self._is_polling and has_others and not self._is_full
 
     def _time_until_something(self) -> float | None:

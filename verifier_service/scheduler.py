@@ -77,6 +77,8 @@ class Scheduler:
         # Blocks ran out while steps were in flight, whose sequences cannot be preempted: begin nothing until they are
         # back.
         self.is_short = False
+        # Whether drafters run ahead of some sequences: what they send is taken in while a step is in flight.
+        self.has_ahead = False
 
     def add(self, sequence: TargetSequence) -> None:
         """Queue a new sequence."""
@@ -182,6 +184,7 @@ class Scheduler:
             is_last = is_prompt and self._step - sequence.last_turn[0] <= MAX_STEPS_LEFT_OUT
             candidate = (is_last, sequence.last_turn, place, sequence, num_drafts, gathers_with)
             (free if is_free and not is_prompt else ready).append(candidate)
+        self.has_ahead = is_ahead
         # In two steps that follow each other, each over some of them, the device would read all weights twice as often.
         if not (is_ahead and is_decoding):
             ready += free
