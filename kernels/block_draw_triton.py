@@ -76,7 +76,7 @@ def visit_block(
             threshold = maximum
         is_kept = tl.load(group_maxima_ptr + row * num_groups + groups) >= threshold
         if group_keys_ptr is not None:
-            tl.store(group_keys_ptr + groups, tl.full([NUM_GROUPS], float("inf"), tl.float32), mask=not is_kept)
+            tl.store(group_keys_ptr + groups, tl.full([NUM_GROUPS], float("inf"), tl.float32), mask=is_kept == 0)
         groups_ptr += row * num_groups + block * NUM_GROUPS
         tl.store(groups_ptr + tl.cumsum(is_kept.to(tl.int32), axis=0) - 1, groups, mask=is_kept)
         tl.debug_barrier()
