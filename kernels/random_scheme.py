@@ -14,6 +14,5 @@ it is small (on a GPU to 2**-20 of its value; E above 5, which matters where one
 of its probability). E lies on a lattice of spacing 2**-32, from 2**-33 on. By that a token is drawn too seldom by a
 share of (2**-32 / p)**2 / 24 of its probability: one part in 6,000 at p = 2**-28, one in 100 at 2**-31, nearly half at
 2**-34 and nearly all from 2**-36 on. What tokens lose together is less than 2**-34 for each of the vocabulary, 8e-6 for
-128,256, and as much only where all of them are that improbable. Plain and speculative steps draw from one and the same
-distribution, whatever its last digits.
+128,256, and as much only where all of them are that improbable.
 """
