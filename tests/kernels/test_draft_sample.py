@@ -120,11 +120,12 @@ def test_wide_vocabulary(num_candidates: int, dtype: torch.dtype) -> None:
     arguments["logits"] = arguments["logits"].to(dtype)
     arguments["logits"][7] = torch.nan
     arguments["logits"][9, ::2] = -torch.inf
+    arguments["is_coupled"] = (torch.arange(40) % 3 == 1).int()
     filters = {"top_k": torch.tensor([0, 90], dtype=torch.int32).repeat(20), "top_p": torch.full((40,), 0.95)}
     for shaping in ({}, filters):
-        expected = sample(arguments | shaping, num_candidates)
+        expected = sample(arguments | shaping, num_candidates, 4)
         moved = {name: value.to("cuda") for name, value in (arguments | shaping).items()}
-        assert_same(sample(moved, num_candidates), expected)
+        assert_same(sample(moved, num_candidates, 4), expected)
 
 
 @pytest.mark.gpu

@@ -275,12 +275,16 @@ def test_acceptance_rate_is_the_overlap(device: torch.device) -> None:
         assert abs(rate - expected) < 5 * (expected * (1 - expected) / NUM_TRIALS) ** 0.5
 
 
-def test_ragged_batch_of_greedy_and_random_sequences(device: torch.device) -> None:
-    """0 to 3 drafts and greedy neighbours: a random sequence's first token follows p, a greedy one's is argmax."""
+def test_ragged_batch_of_greedy_random_and_coupled_sequences(device: torch.device) -> None:
+    """0 to 3 drafts and neighbours of other kinds: a random sequence's first token follows p, a greedy one's is argmax.
+
+    Coupled and tested ones differ in which token of p it is.
+    """
     n = NUM_TRIALS
     setting = SETTINGS["opposed"]
     num_draft = torch.arange(n) % 4
     is_greedy = torch.arange(n) % 3 == 0
+    is_coupled = (torch.arange(n) % 5 < 2).int()
     cu = torch.cat([torch.zeros(1, dtype=torch.int64), num_draft.cumsum(0)]).int()
     total = int(cu[-1])
     sequences = torch.arange(n).repeat_interleave(num_draft)
@@ -291,6 +295,7 @@ def test_ragged_batch_of_greedy_and_random_sequences(device: torch.device) -> No
         sequences,
         steps + 9,
         num_candidates=VOCAB_SIZE,
+        is_coupled=is_coupled[sequences],
     )
     output = rejection_sample(
         setting.target[START].expand(total + n, -1).to(device),
@@ -302,16 +307,23 @@ def test_ragged_batch_of_greedy_and_random_sequences(device: torch.device) -> No
         torch.arange(n, device=device),
         torch.full((n,), 9, device=device),
         max_num_draft_tokens=3,
+        is_coupled=is_coupled.to(device),
     )
     first = output.token_ids[:, 0].cpu()
     assert bool((first[is_greedy] == int(setting.target[START].argmax())).all())
+    own = drawn_with_target_noise(setting.target[START].expand(n, -1), torch.arange(n), torch.full((n,), 9))
     for count in range(4):
-        statistic, limit = chi_squared(first[~is_greedy & (num_draft == count)], setting.probabilities()[START])
-        assert statistic < limit
+        for coupled in (0, 1):
+            is_chosen = ~is_greedy & (num_draft == count) & (is_coupled == coupled)
+            statistic, limit = chi_squared(first[is_chosen], setting.probabilities()[START])
+            assert statistic < limit
+            share = float((first[is_chosen] == own[is_chosen]).float().mean())
+            assert (share > 0.9999) == (coupled == 1 or count == 0)
 
 
-def test_wide_vocabulary_over_several_blocks(device: torch.device) -> None:
-    """9,000 tokens in three blocks, of which the 64 candidates of q cover a part: block, then token, adds up to p."""
+@pytest.mark.parametrize("is_coupled", [0, 1])
+def test_wide_vocabulary_over_several_blocks(device: torch.device, is_coupled: int) -> None:
+    """9,000 tokens in three blocks, of which 64 candidates of q cover a part: the best of the blocks follows p."""
     vocab_size, n, rounds = 9000, 2000, 8
     generator = torch.Generator().manual_seed(8)
     target = 2 * torch.randn(vocab_size, generator=generator)
@@ -322,8 +334,14 @@ def test_wide_vocabulary_over_several_blocks(device: torch.device) -> None:
     for turn in range(rounds):
         seeds = torch.arange(n, device=device) + turn * n
         positions = torch.full((n,), 70, device=device)
+        coupling = torch.full((n,), is_coupled, dtype=torch.int32, device=device)
         drafts = draft_sample(
-            draft.to(device).expand(n, -1), torch.ones(n, device=device), seeds, positions, num_candidates=64
+            draft.to(device).expand(n, -1),
+            torch.ones(n, device=device),
+            seeds,
+            positions,
+            num_candidates=64,
+            is_coupled=coupling,
         )
         output = rejection_sample(
             target.to(device).expand(2 * n, -1),
@@ -335,6 +353,7 @@ def test_wide_vocabulary_over_several_blocks(device: torch.device) -> None:
             seeds,
             positions,
             max_num_draft_tokens=1,
+            is_coupled=coupling,
         )
         firsts.append(output.token_ids[:, 0].long().cpu())
         accepted += int(output.num_accepted.sum())
@@ -348,7 +367,8 @@ def test_wide_vocabulary_over_several_blocks(device: torch.device) -> None:
     assert statistic < limit
 
 
-def test_penalties_count_the_accepted_drafts(device: torch.device) -> None:
+@pytest.mark.parametrize("is_coupled", [0, 1])
+def test_penalties_count_the_accepted_drafts(device: torch.device, is_coupled: int) -> None:
     """The second token's distribution depends on the first through its presence penalty, accepted or recovered."""
     n, presence, repetition = 20_000, 1.2, 1.5
     setting = SETTINGS["warm, min-p"]
@@ -365,6 +385,7 @@ def test_penalties_count_the_accepted_drafts(device: torch.device) -> None:
             seeds.repeat_interleave(num_draft),
             torch.arange(num_draft).repeat(count) + position,
             num_candidates=VOCAB_SIZE,
+            is_coupled=torch.full((count * num_draft,), is_coupled, dtype=torch.int32),
         )
         sequences = [
             PenalizedSequence(index, history, presence_penalty=presence, repetition_penalty=repetition)
@@ -380,6 +401,7 @@ def test_penalties_count_the_accepted_drafts(device: torch.device) -> None:
             seeds.to(device),
             torch.full((count,), position, device=device),
             max_num_draft_tokens=num_draft,
+            is_coupled=torch.full((count,), is_coupled, dtype=torch.int32, device=device),
             penalties=Penalties.build(sequences, cu, drafts.token_ids.numpy(), device),
         )
 

@@ -58,11 +58,12 @@ def test_triton_equals_reference(
 
 
 @pytest.mark.gpu
-def test_large_batch_on_the_gpu_equals_reference(triton_device: TritonDevice) -> None:
+@pytest.mark.parametrize("has_filters", [False, True])
+def test_large_batch_on_the_gpu_equals_reference(triton_device: TritonDevice, has_filters: bool) -> None:
     """Real kernels at a real size. A token may differ where noise falls on a boundary that exp rounds differently."""
     if not torch.cuda.is_available():
         pytest.skip("no CUDA GPU")
-    case = make_case([4] * 256, 128_256, dtype=torch.bfloat16, num_candidates=64, has_filters=True)
+    case = make_case([4] * 256, 128_256, dtype=torch.bfloat16, num_candidates=64, has_filters=has_filters)
     expected = case.run()
     with triton_device() as device:
         output = case.on(device).run()
