@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
 import pytest
@@ -334,6 +335,25 @@ def test_outcomes_are_ranked_by_their_definition(device: torch.device) -> None:
             assert ids[: len(ranked)] == ranked
         assert torch.allclose(scores, expected[ids], atol=1e-5)
     assert num_replaced > 5
+
+
+def test_results_go_where_there_is_room(triton_device: TritonDevice) -> None:
+    """As graphs write them: weights in 16 bits, to places that were there before."""
+    arguments = inputs(9, 111) | {"is_coupled": (torch.arange(9) % 2).int()}
+    expected = sample(arguments, 20, 3)
+    with triton_device() as device:
+        room = DraftSample(
+            torch.empty(9, dtype=torch.int32, device=device),
+            torch.empty((9, 20), dtype=torch.int32, device=device),
+            torch.empty((9, 20), dtype=torch.int16, device=device),
+            torch.empty((9, 3), dtype=torch.int32, device=device),
+            torch.empty((9, 3), device=device),
+        )
+        output = draft_sample(
+            **{name: value.to(device) for name, value in arguments.items()}, num_candidates=20, num_outcomes=3, out=room
+        )
+    assert output is room
+    assert_same(replace(room, candidate_weights=room.candidate_weights.int() & 0xFFFF), expected)
 
 
 def test_arguments_are_checked() -> None:
