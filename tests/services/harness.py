@@ -272,15 +272,15 @@ def runner_of(service: VerifierService) -> ModelRunner:
 
 def fail_once(monkeypatch: pytest.MonkeyPatch, runner: ModelRunner, *, at_call: int, times: int = 1) -> None:
     """Let the forward pass number `at_call` from now on raise, and the `times` - 1 that follow."""
-    execute = runner.execute
+    forward = runner.forward
     calls = itertools.count(1)
 
-    def failing(*arguments: Any) -> torch.Tensor:
+    def failing(*arguments: Any, **options: Any) -> torch.Tensor:
         if at_call <= next(calls) < at_call + times:
             raise RuntimeError("planted")
-        return execute(*arguments)
+        return forward(*arguments, **options)
 
-    monkeypatch.setattr(runner, "execute", failing)
+    monkeypatch.setattr(runner, "forward", failing)
 
 
 async def eventually(condition: Callable[[], Awaitable[bool] | bool], timeout: float = 30.0) -> None:
