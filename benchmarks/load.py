@@ -212,7 +212,7 @@ def why_void(workload: Workload, result: dict[str, Any], num_fallen_back: int) -
 def _first_acceptance(workload: Workload, requests: Sequence[Request]) -> float | None:
     """How often a chain's first token was accepted, what the pair's agreement predicts; None where it is not known.
 
-    Chains are taken for K long. Those of a drafter that runs ahead may be shorter, and nobody tells how many there were.
+    Chains are taken for K long. Those of a drafter that runs ahead may be shorter, and how many there were is not told.
     """
     if workload.num_draft_tokens is None:
         return None

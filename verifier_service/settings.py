@@ -22,8 +22,8 @@ from outrider.service.settings import ModelSettings
 if TYPE_CHECKING:
     import torch
 
-# Up to so many sequences at once, steps beside a drafter that runs ahead were faster than turns with it on two H200s; at
-# 64 the host's work on what the drafter sends costs more than it brings.
+# Up to about so many sequences at once, steps beside a drafter that runs ahead were faster than turns with it on two
+# H200s; at 64 the host's work on what the drafter sends costs more than it brings.
 MOST_RUNNING_AHEAD = 16
 
 Drafting = Literal["auto", "turns", "ahead"]
