@@ -21,7 +21,7 @@ class SpeculationCounts:
     num_steps: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
-    # By place in the proposal, as long as the longest proposal that was verified.
+    # By place in the chain, as long as the longest chain that was verified.
     num_accepted_per_position: list[int] = field(default_factory=list)
     num_drafted_per_position: list[int] = field(default_factory=list)
     fallbacks: list[common_pb2.Fallback] = field(default_factory=list)

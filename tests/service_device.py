@@ -10,7 +10,7 @@ from engine.cuda_graph import GraphPool
 
 SERVICE_DEVICE = os.environ.get("TEST_DEVICE", "cpu")
 
-# Two cores run three processes and the test: a proposal may take long, and must not be given up.
+# Two cores run three processes and the test: drafts may take long, and must not be given up.
 VERIFIER_FLAGS: tuple[str, ...] = ("--draft-timeout-seconds", "20")
 DRAFTER_FLAGS: tuple[str, ...] = ()
 if SERVICE_DEVICE != "cpu":

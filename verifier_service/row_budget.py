@@ -52,7 +52,8 @@ class RowBudget:
     def choose(self, chains: Iterable[tuple[int, float]]) -> int:
         """The most draft tokens that a sequence should have verified, 0 included.
 
-        `chains` has, for each sequence that decodes in the step, how many are at hand, and its acceptance rate.
+        `chains` has, for each sequence that decodes in the step, how many are at hand (or might be, where the number
+        would tell of the tokens), and its acceptance rate.
         """
         lengths: Counter[int] = Counter()
         total = 0.0

@@ -203,12 +203,19 @@ class Scheduler:
         return _Candidates(ready, chained, num_speculating, num_groups, held_back)
 
     def _most_drafts(self, ready: list[_Ready]) -> int:
-        """How many draft tokens of a sequence a step over these should verify. In turns, all that were waited for."""
+        """How many draft tokens of a sequence a step over these should verify. In turns, all that were waited for.
+
+        How far a chain reaches tells of its tokens: what is likely is expanded first. A token tested by p and q must
+        not be tested for that reason, so of these sequences it counts only whether there is a chain.
+        """
         if self._row_budget is None or not any(sequence.speculation.state is AHEAD for _, _, _, sequence, *_ in ready):
             return MAX_DRAFT_TOKENS
         return self._row_budget.choose(
             [
-                (num_drafts, sequence.acceptance.value)
+                (
+                    sequence.num_wanted_drafts if num_drafts and sequence.is_rejecting else num_drafts,
+                    sequence.acceptance.value,
+                )
                 for _, _, _, sequence, num_drafts, _ in ready
                 if len(sequence.token_ids) - sequence.num_computed == 1
             ]

@@ -77,9 +77,12 @@ class TargetSequence:
     last_token_ids: frozenset[int] = field(init=False)
     # Asked for each row of each step.
     is_coupled: bool = field(init=False)
+    # Its draft tokens are tested by p and q: which of them are tested must not depend on what they are.
+    is_rejecting: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.is_coupled = self.verification is Verification.COUPLED
+        self.is_rejecting = self.verification is Verification.REJECTION
         self.last_token_ids = self.eos_token_ids | self.stop_token_ids
 
     @property

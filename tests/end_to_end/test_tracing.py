@@ -55,7 +55,7 @@ async def test_one_trace_from_client_to_drafter(
     request = generation_pb2.GenerateRequest(
         token_ids=generation_pb2.TokenIds(ids=[3, 1, 4]),
         sampling=common_pb2.SamplingParameters(temperature=1.0, seed=SEED),
-        # Both contexts are 256 tokens long: the drafter is outgrown a proposal before the end.
+        # Both contexts are 256 tokens long: the drafter is outgrown a chain before the end.
         stopping=generation_pb2.StoppingParameters(max_tokens=253),
         speculation=generation_pb2.SpeculationParameters(max_draft_tokens=16),
     )

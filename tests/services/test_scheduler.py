@@ -9,8 +9,12 @@ from typing import Any
 import pytest
 
 from engine.block_manager import BlockManager
+from engine.step_costs import StepCosts
 from kernels.penalties import TokenHistory
+from outrider.protocol.sampling_parameters import SamplingParameters
+from outrider.protocol.verification import Verification
 from tests.services.sequences import LINK, NoModel, commit, propose, target_sequence
+from verifier_service.row_budget import RowBudget
 from verifier_service.scheduler import Scheduler
 from verifier_service.sequence import TargetSequence
 from verifier_service.speculation import WAITING, Speculation
@@ -20,11 +24,20 @@ BLOCK = 4
 
 
 def make_scheduler(
-    num_blocks: int = 64, *, max_running: int = 8, budget: int = 40, can_chain: bool = False
+    num_blocks: int = 64,
+    *,
+    max_running: int = 8,
+    budget: int = 40,
+    can_chain: bool = False,
+    costs: dict[tuple[int, int], float] | None = None,
 ) -> tuple[Scheduler, BlockManager]:
     blocks = BlockManager(num_blocks, BLOCK)
     executor = NoModel(can_chain=can_chain)
-    return Scheduler(blocks, executor, max_running=max_running, max_num_batched_tokens=budget), blocks
+    row_budget = None if costs is None else RowBudget(StepCosts(costs))
+    scheduler = Scheduler(
+        blocks, executor, max_running=max_running, max_num_batched_tokens=budget, row_budget=row_budget
+    )
+    return scheduler, blocks
 
 
 def run(scheduler: Scheduler, blocks: BlockManager) -> list[Scheduled]:
@@ -179,6 +192,32 @@ def test_drafts_beyond_the_length_limit_are_left_out() -> None:
     commit(sequence, [1, 2], 1)
     (part,) = run(scheduler, blocks)
     assert part.num_drafts == 0
+
+
+@pytest.mark.parametrize(
+    ("verification", "num_verified"),
+    # Coupled: a short chain is not worth a long step. By rejection: it is all the same how long it is.
+    [(Verification.COUPLED, [0, 0, 0, 4]), (Verification.REJECTION, [0, 1, 2, 4])],
+)
+def test_how_far_a_chain_reaches_does_not_decide_whether_its_first_tokens_are_tested(
+    verification: Verification, num_verified: list[int]
+) -> None:
+    """Catches a bias: what is likely is expanded first, so that a first token would be tested for being likely."""
+    seen = []
+    for length in (0, 1, 2, 4):
+        scheduler, blocks = make_scheduler(costs={(8, 1): 0.004, (8, 8): 0.01})
+        sequence = decoding(
+            scheduler,
+            blocks,
+            takes_turns=False,
+            verification=verification,
+            sampling=SamplingParameters(temperature=1.0),
+        )
+        if length:
+            propose(sequence, range(length))
+        (part,) = run(scheduler, blocks)
+        seen.append(part.num_drafts)
+    assert seen == num_verified
 
 
 def test_admission_is_in_order_and_within_the_limit() -> None:

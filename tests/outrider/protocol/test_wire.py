@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kernels import limits
+from kernels import draft_trees, limits
 from outrider.protocol import wire
 from outrider.protocol.wire import pack_tokens, unpack_tokens
 
@@ -23,9 +23,13 @@ def test_bytes_that_are_no_tokens() -> None:
 
 
 @pytest.mark.parametrize(
-    "name",
-    ["WEIGHT_TOTAL", "MAX_CHILDREN", "MIN_EXPANSIONS", "MAX_EXPANSIONS", "NUM_EXPANSIONS", "MAX_DEPTH"],
+    ("ours", "kernels"),
+    [
+        pytest.param(wire.WEIGHT_TOTAL, limits.WEIGHT_TOTAL, id="units of probabilities"),
+        pytest.param(wire.MAX_CHILDREN, limits.MAX_OUTCOMES, id="children of an expansion"),
+        pytest.param(wire.MAX_DEPTH, draft_trees.MAX_DEPTH, id="depth of a draft tree"),
+    ],
 )
-def test_the_wire_and_the_kernels_have_the_same_limits(name: str) -> None:
+def test_the_wire_and_the_kernels_have_the_same_limits(ours: int, kernels: int) -> None:
     """Neither knows of the other."""
-    assert getattr(wire, name) == getattr(limits, name)
+    assert ours == kernels
