@@ -177,7 +177,7 @@ class DecodeGraph:
             self.launch()
             event.record(torch.cuda.current_stream(device))
         torch.cuda.synchronize(device)
-        return min(first.elapsed_time(then) for first, then in pairwise(events)) * 1e-3  # type: ignore[no-untyped-call]
+        return min(float(first.elapsed_time(then)) for first, then in pairwise(events)) * 1e-3
 
     def launch(self) -> None:
         """Begin the step that the inputs were filled for, behind what the device does already."""

@@ -236,7 +236,8 @@ def test_coupled_drafts_are_accepted_while_they_are_what_comes_without(model: Pa
                 drafts[right] = (drafts[right] + int(generator.integers(1, VOCABULARY))) % VOCABULARY
             ids = np.array(drafts, np.int32)
             none = np.empty((len(drafts), 0), np.int32)
-            rows.append(sequence.row(DraftTokens(drafts, DraftRows(ids, none, none)) if drafts else NO_DRAFT_TOKENS))
+            draft_tokens = DraftTokens.of(drafts, DraftRows(ids, none, none)) if drafts else NO_DRAFT_TOKENS
+            rows.append(sequence.row(draft_tokens))
             rights.append(right if drafts else 0)
         for (sequence, tokens), right, sampled in zip(decoding, rights, rig.run(rows), strict=True):
             assert sampled is not None

@@ -13,10 +13,9 @@ from typing import Any
 
 import pytest
 
-from drafter_service.drafter import Draft, Drafter, NoDraft
+from drafter_service.drafter import Drafter, Drafts
 from drafter_service.factory import make_drafter
 from drafter_service.model_drafter import ModelDrafter
-from drafter_service.sequence import DraftSequence
 from outrider.v1 import common_pb2
 from tests.service_device import SERVICE_DEVICE, graph_pool
 from tests.services.conftest import Pair
@@ -60,13 +59,13 @@ def nonsense(token_ids: Sequence[int], max_draft_tokens: int) -> Sequence[int]:
 
 
 def slow_drafter(draft: Path) -> Drafter:
-    """The draft model, with so much more a round that nobody is done when it goes."""
-    drafter = make_drafter(drafter_settings(model=draft))
+    """The draft model, whose answers take so long that nobody is done when it goes."""
+    drafter = make_drafter(drafter_settings(model=draft, takes_turns=True))
     make_drafts = drafter.draft
 
-    def slowly(wanting: Sequence[DraftSequence]) -> Sequence[Draft | NoDraft]:
+    def slowly() -> Drafts:
         time.sleep(0.05)
-        return make_drafts(wanting)
+        return make_drafts()
 
     drafter.draft = slowly  # type: ignore[method-assign]
     return drafter
@@ -129,10 +128,11 @@ async def test_one_output(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     outputs: dict[str, list[list[int]]] = {}
     counts: Counter[str] = Counter()
     verifiers = {
-        "one": (verifier_settings(target), False),
+        "one": (verifier_settings(target, drafting="ahead"), False),
         "another": (
             verifier_settings(
                 target,
+                drafting="ahead",
                 max_draft_tokens=7,
                 max_num_batched_tokens=64,
                 max_running=9,
@@ -143,11 +143,18 @@ async def test_one_output(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
         ),
     }
     async with (
-        running_drafter(drafter_settings(model=draft)) as model,
+        running_drafter(drafter_settings(model=draft, takes_turns=True)) as model,
+        running_drafter(drafter_settings(model=draft, takes_turns=False)) as model_ahead,
         running_drafter(drafter_settings(kind="ngram")) as lookup,
         scripted_drafter(nonsense) as script,
     ):
-        drafters = {"a model": model.address, "look-up": lookup.address, "nonsense": script.address, "none": ""}
+        drafters = {
+            "a model": model.address,
+            "a model that runs ahead": model_ahead.address,
+            "look-up": lookup.address,
+            "nonsense": script.address,
+            "none": "",
+        }
         for verifier, (settings, has_graphs) in verifiers.items():
             async with verifier_client(settings, monkeypatch, has_graphs=has_graphs) as client:
                 for drafter, address in drafters.items():
@@ -172,6 +179,7 @@ async def test_one_output(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
         assert output == (expected if len(output) > 1 else expected[2:3]), name
     # Without acceptances and rejections all of this would prove nothing.
     assert counts["a model"] > NUM_TOKENS < counts["a model, rejected"], counts
+    assert counts["a model that runs ahead"] > 0 < counts["a model that runs ahead, rejected"], counts
     assert counts["look-up"] > 0 < counts["nonsense, rejected"], counts
     assert counts["none"] == counts["none, rejected"] == 0
 
@@ -181,14 +189,13 @@ async def test_a_drafter_with_the_targets_own_model_is_always_right(pair: Pair, 
     """Catches drafts that are drawn with other random numbers than the target's, for another position, or from a
     distribution without the request's filters, temperature and penalties."""
     target, _ = pair
-    drafter = make_drafter(drafter_settings(model=target))
+    drafter = make_drafter(drafter_settings(model=target, takes_turns=True, cuda_graphs=False))
     assert isinstance(drafter, ModelDrafter)
     load = drafter.load
 
     def load_graphs() -> None:
         load()
-        if drafter._executor.graphs is None:
-            drafter._executor.use_graphs(graph_pool())
+        drafter._executor.capture(graph_pool(), takes_turns=True)
 
     if has_graphs:
         drafter.load = load_graphs  # type: ignore[method-assign]
@@ -199,8 +206,8 @@ async def test_a_drafter_with_the_targets_own_model_is_always_right(pair: Pair, 
     ):
         await client.use_drafters(server.address)
         for fields in REQUESTS:
-            # In graphs, penalties do not count the round's own tokens, which the target's do.
-            is_penalized = has_graphs and any("penalty" in name for name in fields["sampling"])
+            # The drafter's penalties do not count what is drafted and not committed, which the target's do.
+            is_penalized = any("penalty" in name for name in fields["sampling"])
             result = await client.decode(drafter=server.address, max_tokens=NUM_TOKENS, **fields)
             assert result.num_drafted > 0
             share = result.num_accepted / result.num_drafted
