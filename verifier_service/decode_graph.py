@@ -56,8 +56,11 @@ class DecodeGraphs:
         max_rows: int,
         max_draft_tokens: int,
         num_candidates: int,
+        has_shorter: bool = False,
     ) -> None:
+        """`has_shorter`: for many rows there are graphs for fewer draft tokens each as well."""
         self._slots = slots
+        self._has_shorter = has_shorter
         self._buckets = batch_buckets(max_rows)
         self.max_draft_tokens = max_draft_tokens
         self.num_candidates = num_candidates
@@ -70,7 +73,7 @@ class DecodeGraphs:
                 runner, slots, shape, num_candidates=num_candidates, laid_out=laid_out, kept_logits=self.kept_logits
             )
             for num_rows in reversed(self._buckets)
-            for query_len in reversed(_query_lens(num_rows, max_draft_tokens))
+            for query_len in reversed(self._query_lens(num_rows))
             for is_filtered in (False, True)
             for shape in (GraphShape(num_rows, query_len, is_filtered),)
         }
@@ -90,6 +93,12 @@ class DecodeGraphs:
             }
         )
 
+    def _query_lens(self, num_rows: int) -> list[int]:
+        """The numbers of tokens a row that there are graphs for, ascending."""
+        between = _QUERY_LENS_OF_MANY if self._has_shorter and num_rows >= _MANY_ROWS else ()
+        longest = self.max_draft_tokens + 1
+        return [1, *(query_len for query_len in between if query_len < longest), longest]
+
     def fits(self, row: Row) -> bool:
         """Whether a graph can decode the row."""
         drafts = row.drafts
@@ -108,9 +117,7 @@ class DecodeGraphs:
         longest = 1 + max(len(row.drafts.token_ids) for row in rows)
         is_filtered = any(row.sampling.has_filters for row in rows)
         num_rows = next(bucket for bucket in self._buckets if bucket >= len(rows))
-        query_len = next(
-            query_len for query_len in _query_lens(num_rows, self.max_draft_tokens) if query_len >= longest
-        )
+        query_len = next(query_len for query_len in self._query_lens(num_rows) if query_len >= longest)
         graph = self._graphs[GraphShape(num_rows, query_len, is_filtered)]
         self._slots.bring_up_to_date(rows)
         graph.fill(rows)
@@ -251,12 +258,6 @@ class DecodeGraph:
         if self.shape.query_len > 1:
             drafts = DraftRows(host["draft_token_ids"], host["candidate_ids"], host["candidate_weights"])
             copy_rows([row.drafts for row in rows], drafts)
-
-
-def _query_lens(num_rows: int, max_draft_tokens: int) -> list[int]:
-    """The numbers of tokens a row that there are graphs for, ascending."""
-    between = _QUERY_LENS_OF_MANY if num_rows >= _MANY_ROWS else ()
-    return [1, *(query_len for query_len in between if query_len <= max_draft_tokens), max_draft_tokens + 1]
 
 
 def _part(laid_out: LaidOutRows, batch: int, num_tokens: int) -> LaidOutRows:

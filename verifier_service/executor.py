@@ -43,13 +43,23 @@ MIN_PROMPT_TOKENS_TO_RIDE = 320
 class TargetExecutor:
     """The executor over a target model, with CUDA graphs once `capture` was called. Belongs to the engine's thread."""
 
-    def __init__(self, runner: ModelRunner, *, max_rows: int, max_draft_tokens: int, num_candidates: int) -> None:
-        """Room for so many sequences at once."""
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        max_rows: int,
+        max_draft_tokens: int,
+        num_candidates: int,
+        chooses_drafts: bool = False,
+    ) -> None:
+        """Room for so many sequences at once. `chooses_drafts`: how many draft tokens a step verifies is chosen by what
+        that costs, which is measured when graphs are made."""
         self._runner = runner
         self._device = runner.device
         self._max_rows = max_rows
         self._max_draft_tokens = max_draft_tokens
         self._num_candidates = num_candidates
+        self._chooses_drafts = chooses_drafts
         max_blocks = -(-runner.max_length // runner.block_size)
         self._device_slots = DeviceSlots(
             max_rows, max_blocks=max_blocks, vocab_size=runner.vocab_size, device=runner.device
@@ -68,11 +78,13 @@ class TargetExecutor:
             max_rows=self._max_rows,
             max_draft_tokens=self._max_draft_tokens,
             num_candidates=self._num_candidates,
+            has_shorter=self._chooses_drafts,
         )
         self.max_in_flight = MAX_STEPS_IN_FLIGHT
         if pool is not None:
             self._graphs.capture(pool)
-            self.costs = self._graphs.costs()
+            if self._chooses_drafts:
+                self.costs = self._graphs.costs()
 
     @property
     def has_graphs(self) -> bool:

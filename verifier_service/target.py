@@ -65,6 +65,7 @@ def make_target(settings: VerifierSettings) -> Target:
             max_rows=settings.max_running,
             max_draft_tokens=settings.max_draft_tokens,
             num_candidates=settings.num_candidates,
+            chooses_drafts=not settings.draft_limits(runner.device).takes_turns,
         )
 
     return Target(lambda: make_runner(settings, settings.model), make_executor, has_graphs=settings.cuda_graphs)
