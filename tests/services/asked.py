@@ -77,6 +77,7 @@ class Asked:
         num_tokens = len(update.origins)
         assert update.origins.count(common_pb2.TOKEN_ORIGIN_ACCEPTED) == accepted <= min(drafted, num_tokens)
         seen["accepted drafts"] += accepted
+        seen["accepted drafts of coupled sequences"] += accepted * self.sequence.is_coupled
         seen["full acceptances"] += common_pb2.TOKEN_ORIGIN_BONUS in update.origins
         seen["rejections"] += common_pb2.TOKEN_ORIGIN_RECOVERED in update.origins
         seen["plain tokens"] += update.origins.count(common_pb2.TOKEN_ORIGIN_PLAIN)

@@ -10,6 +10,7 @@ import pytest
 from engine.block_manager import BlockManager
 from engine.model_runner import ModelRunner
 from outrider.protocol.handshake import DraftLimits
+from outrider.protocol.verification import Verification
 from outrider.protocol.wire import pack_tokens
 from outrider.v1 import common_pb2, generation_pb2, verifier_pb2
 from tests.services.checked_executor import CheckedExecutor
@@ -100,7 +101,8 @@ def parse(
 ) -> TargetSequence:
     """The sequence that the service would make of an opening."""
     limits = TargetLimits(runner.vocab_size, runner.max_length, eos, TURNS.max_draft_tokens)
-    return parse_opening(message, limits=limits, arrived_ns=0, **ids._asdict())
+    unasked = Verification.REJECTION
+    return parse_opening(message, limits=limits, unasked_verification=unasked, arrived_ns=0, **ids._asdict())
 
 
 def decode_alone(

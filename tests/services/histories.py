@@ -184,7 +184,9 @@ class History:
             min_tokens=answer.min_tokens,
             logprobs=chance.choice([None, None, 0, 1, 3]),
         )
-        drafter = self._some_link() if answer.is_greedy and chance.random() < self._drafted else None
+        drafter = self._some_link() if chance.random() < self._drafted else None
+        # With rejection, what drafters propose would decide which tokens a seed gives.
+        message.is_seeded = drafter is not None or chance.random() < 0.5
         ids = LinkIds(chance.choice(self._sessions), next(self._serials), drafter, self._limits)
         sequence = parse(message, self._runner, ids, eos)
         self._texts[sequence.link_sequence_id] = answer.text

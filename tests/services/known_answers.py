@@ -22,7 +22,6 @@ PENALTIES: tuple[Mapping[str, Any], ...] = (
     {"presence_penalty": 0.9, "frequency_penalty": 0.4},
     {"repetition_penalty": 0.8, "logit_bias": {5: 3.0, 7: -100.0}},
 )
-# Nothing that drafters have a part in: what they propose would decide which tokens a seed gives.
 SAMPLINGS: tuple[Mapping[str, Any], ...] = (
     {"temperature": 1.0, "seed": 11},
     {"temperature": 0.7, "seed": 12, "top_p": 0.9},
@@ -46,11 +45,6 @@ class Answer:
     def text(self) -> list[int]:
         """Prompt and continuation."""
         return [*self.prompt, *self.token_ids]
-
-    @property
-    def is_greedy(self) -> bool:
-        """Whether a drafter may help without changing the tokens."""
-        return self.sampling.temperature == 0.0
 
 
 # Prompt, sampling parameters and number of tokens to what one engine gives to this sequence alone.

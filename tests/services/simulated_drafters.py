@@ -41,7 +41,7 @@ class Manners:
     nothing: float = 0.05
     refusal: float = 0.005
     wrong: float = 0.3  # a first child, and then half of the others
-    candidates: float = 0.1  # with a distribution, which nobody looks at where decoding is greedy
+    candidates: float = 0.1  # with a distribution, which nobody looks at where decoding is greedy or coupled
     root: float = 0.3  # begins anew at a verdict
 
 

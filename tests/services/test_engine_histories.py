@@ -64,6 +64,7 @@ def answers(target: Path, runners: list[ModelRunner]) -> list[Answer]:
 AT_LEAST = {
     "tokens": 4000,
     "accepted drafts": 250,
+    "accepted drafts of coupled sequences": 50,
     "full acceptances": 120,
     "rejections": 25,
     "chained": 1000,

@@ -16,6 +16,7 @@ import pytest
 from drafter_service.drafter import Drafter, Drafts
 from drafter_service.factory import make_drafter
 from drafter_service.model_drafter import ModelDrafter
+from engine.step import Pass, Row, Sampled
 from outrider.v1 import common_pb2
 from tests.service_device import SERVICE_DEVICE, graph_pool
 from tests.services.conftest import Pair
@@ -101,16 +102,27 @@ async def with_a_drafter_that_dies(
 
 @asynccontextmanager
 async def verifier_client(
-    settings: VerifierSettings, monkeypatch: pytest.MonkeyPatch, *, has_graphs: bool
+    settings: VerifierSettings, monkeypatch: pytest.MonkeyPatch, *, has_graphs: bool, step_seconds: float
 ) -> AsyncIterator[DecodeClient]:
-    """A client of a verifier, whose decoding runs in graphs, recorded or not, or one kernel at a time."""
+    """A client of a verifier, whose decoding runs in graphs, recorded or not, or one kernel at a time.
+
+    Its steps take as long as those of a large target beside its drafter: `step_seconds` and the little that they need.
+    """
     load = Target.load
 
     def load_graphs(target: Target) -> None:
         load(target)
-        assert isinstance(target.executor, TargetExecutor)
-        if has_graphs and not target.executor.has_graphs:
-            target.executor.use_graphs(graph_pool())
+        executor = target.executor
+        assert isinstance(executor, TargetExecutor)
+        if has_graphs and not executor.has_graphs:
+            executor.use_graphs(graph_pool())
+        submit = executor.submit
+
+        def slowly(rows: Sequence[Row]) -> list[Pass[Sampled]]:
+            time.sleep(step_seconds)
+            return submit(rows)
+
+        executor.submit = slowly  # type: ignore[method-assign]
 
     async with AsyncExitStack() as stack:
         with monkeypatch.context() as patch:
@@ -156,7 +168,7 @@ async def test_one_output(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
             "none": "",
         }
         for verifier, (settings, has_graphs) in verifiers.items():
-            async with verifier_client(settings, monkeypatch, has_graphs=has_graphs) as client:
+            async with verifier_client(settings, monkeypatch, has_graphs=has_graphs, step_seconds=0.01) as client:
                 for drafter, address in drafters.items():
                     await client.use_drafters(*filter(None, drafters.values()))
 
