@@ -146,7 +146,7 @@ TIME = Row(
         ),
         Panel(
             "Drafting and the rest",
-            "In turns: mean round trip, and of it the mean pass of drafting; the rest is network and waiting for a turn.",
+            "In turns: mean round trip, and of it the mean pass of drafting; the rest is network and waiting.",
             [
                 Query(mean("outrider_verifier_drafter_round_trip_seconds"), "round trip"),
                 Query(mean("outrider_drafter_step_duration_seconds"), "drafting"),
