@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from drafter_service.sequence import DraftSequence
 from outrider.protocol.handshake import DraftLimits
@@ -26,6 +27,23 @@ from tests.services.reference import greedy, prompts
 
 PROMPT = prompts(3)[2]
 INCOMPATIBLE = verifier_pb2.DRAFTER_STATE_INCOMPATIBLE
+
+
+@pytest.mark.parametrize(
+    ("drafting", "device", "max_running", "takes_turns"),
+    [
+        ("auto", "cpu", 1, True),
+        ("auto", "cuda", 16, False),
+        ("auto", "cuda", 17, True),
+        ("turns", "cuda", 1, True),
+        ("ahead", "cuda", 64, False),
+        ("ahead", "cpu", 64, False),
+    ],
+)
+def test_who_takes_turns(pair: Pair, drafting: str, device: str, max_running: int, takes_turns: bool) -> None:
+    """Catches a default that runs ahead where that is slower, and a wish that does not hold."""
+    settings = verifier_settings(pair[0], drafting=drafting, max_running=max_running)
+    assert settings.draft_limits(torch.device(device)).takes_turns == takes_turns
 
 
 async def test_the_lower_limits_hold_and_nothing_is_lost(pair: Pair, caplog: pytest.LogCaptureFixture) -> None:
