@@ -270,17 +270,23 @@ def runner_of(service: VerifierService) -> ModelRunner:
     return executor._runner
 
 
-def fail_once(monkeypatch: pytest.MonkeyPatch, runner: ModelRunner, *, at_call: int, times: int = 1) -> None:
-    """Let the forward pass number `at_call` from now on raise, and the `times` - 1 that follow."""
-    execute = runner.execute
+def fail_once(
+    monkeypatch: pytest.MonkeyPatch, runner: ModelRunner, *, at_call: int, times: int = 1, method: str = "execute"
+) -> None:
+    """Let the forward pass number `at_call` from now on raise, and the `times` - 1 that follow.
+
+    Passes over draft trees have no `execute`; all passes have `forward`.
+    """
+    execute = getattr(runner, method)
     calls = itertools.count(1)
 
     def failing(*arguments: Any) -> torch.Tensor:
         if at_call <= next(calls) < at_call + times:
             raise RuntimeError("planted")
-        return execute(*arguments)
+        result: torch.Tensor = execute(*arguments)
+        return result
 
-    monkeypatch.setattr(runner, "execute", failing)
+    monkeypatch.setattr(runner, method, failing)
 
 
 async def eventually(condition: Callable[[], Awaitable[bool] | bool], timeout: float = 30.0) -> None:

@@ -372,7 +372,7 @@ async def test_an_exception_in_the_draft_model(pair: Pair, monkeypatch: pytest.M
         decode_client(verifier.address) as client,
     ):
         await client.use_drafters(drafter.address)
-        fail_once(monkeypatch, honest._runner, at_call=12)
+        fail_once(monkeypatch, honest._runner, at_call=12, method="forward")
         results = await asyncio.gather(
             *(client.decode(prompt, drafter=drafter.address, max_tokens=40) for prompt in prompts(3))
         )
