@@ -51,7 +51,8 @@ def make_drafter(settings: DrafterSettings) -> Drafter:
             max_nodes=settings.pass_nodes or (_NODES_ON_GPU if is_on_gpu else _NODES_ON_CPU),
             num_passes=settings.replay_passes,
             max_draft_tokens=settings.graph_draft_tokens,
-            num_children=settings.num_children,
+            # Taking turns, other outcomes than the first come too late.
+            num_children=1 if takes_turns else settings.num_children,
             max_expansions=max_expansions,
             min_probability=settings.min_path_probability,
             num_candidates=settings.num_candidates,

@@ -56,7 +56,10 @@ async def test_the_lower_limits_hold_and_nothing_is_lost(pair: Pair, caplog: pyt
         decode_client(verifier.address) as client,
     ):
         await client.use_drafters(drafter.address)
-        agreed = "in turns, at most 2 draft tokens a chain, 1 children and 3 candidates an expansion"
+        agreed = (
+            "in turns, at most 2 draft tokens a chain, 1 children and 3 candidates an expansion, "
+            "64 expansions a sequence"
+        )
         assert f"drafter {drafter.address} is ready: {agreed}" in caplog.text
         assert f"drafting for {target.name}: {agreed}" in caplog.text
         for fields in ({}, {"max_draft_tokens": 1}, {"max_draft_tokens": 32}):

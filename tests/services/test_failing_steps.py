@@ -53,7 +53,7 @@ def test_a_failed_step_leaves_nobody_waiting() -> None:
     """Catches an engine that goes to sleep when a step has failed: nobody hears of it, and who is queued waits on."""
     executor = FailsFirst()
     target: Any = SimpleNamespace(
-        load=lambda: None, blocks=BlockManager(8, 16), executor=executor, max_num_batched_tokens=40
+        load=lambda: None, blocks=BlockManager(8, 16), executor=executor, max_num_batched_tokens=40, costs=None
     )
     engine = VerifierEngine(target, max_running=1, max_waiting=4, split_from=8, draft_timeout=1.0, is_polling=True)
     engine.load()
