@@ -96,6 +96,7 @@ class _Target:
 
     vocabulary_size = 1000
     max_num_batched_tokens = 1 << 15
+    costs = None
 
     def load(self) -> None:
         self.blocks = BlockManager(BATCH * 64, 16)

@@ -46,7 +46,7 @@ def test_no_request_waits_for_a_compiler(late_kernels: dict[str, dict[str, list[
 def test_kernels_that_are_compiled_late_are_found(late_kernels: dict[str, dict[str, list[str]]]) -> None:
     found = late_kernels["cold"]
     assert "_split_attention_kernel" in found["drafter"]
-    assert {"_penalties_kernel", "_emit_kernel"} <= set(found["verifier"])
+    assert {"_penalties_kernel", "_last_draw_kernel"} <= set(found["verifier"])
 
 
 def test_warming_up_runs_in_the_interpreter(pair: Pair) -> None:
